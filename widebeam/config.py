@@ -1,0 +1,95 @@
+"""Every setting, as one frozen tree. Precedence: defaults < TOML file < WIDEBEAM_* environment < flags (see cli.py)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from widebeam.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+MAX_BEAM_WIDTH = 5000
+MAX_LEVELS = 512
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the engine needs: the model, the catalog and the limits of a search."""
+
+    model: str
+    """A local folder or a Hugging Face id of a Qwen3, Qwen2 or Qwen2.5 dense checkpoint (safetensors only)."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face model; resolved once for all files."""
+    catalog: str | None = None
+    """Catalog file: parquet, JSONL, MiniOneRec index.json or packed sid2pid JSON. Without one, any token is legal."""
+    catalog_name: str | None = None
+    """Name by which requests choose the catalog; by default the file's name without its ending."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: cuda where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and KV. auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    attention_backend: str = "auto"
+    """torch, or auto: the fastest that this machine can run."""
+    max_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = MAX_BEAM_WIDTH
+    """Widest beam that a request may ask for."""
+    default_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = 64
+    """Beam width of a /v1/recommend request that names none."""
+    max_context_len: Annotated[int, Meta(ge=2)] | None = None
+    """Longest prompt plus generated tokens; by default the model's max_position_embeddings."""
+    max_levels: Annotated[int, Meta(ge=1, le=MAX_LEVELS)] = MAX_LEVELS
+    """Most tokens that a request may generate."""
+    max_wave_tokens: Positive = 20_480
+    """Prompt tokens that are prefilled together. A longer prompt is prefilled alone."""
+    max_wave_rows: Positive = 8192
+    """Beam rows that are decoded together."""
+    max_wave_requests: Annotated[int, Meta(ge=1, le=256)] = 16
+    """Requests that form one wave."""
+    max_waiting_requests: Positive = 1024
+    """Requests accepted and not yet answered; one more is refused with 429."""
+    page_size: Annotated[int, Meta(ge=1, le=1024)] = 64
+    """Tokens in a page of the context KV pool."""
+    max_total_tokens: Positive | None = None
+    """Tokens that the context KV pool holds. By default what fits on a GPU; on a CPU, one wave or two prompts."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of the GPU's memory that weights, KV pools and work space may take together."""
+    beam_kv_tokens: Positive | None = None
+    """Beam tokens that the beam KV pool holds; by default 4 for each row of a wave."""
+    seed: int = 0
+    """Reserved for sampling; the search itself is deterministic."""
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the engine is offered over HTTP."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback unless you say otherwise."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    served_model_name: str | None = None
+    """Name that /v1/models reports; by default the model argument."""
+    max_body_bytes: Positive = 4 << 20
+    """Largest request body."""
+    body_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Time within which a request body must have arrived."""
+    keepalive_timeout_s: Annotated[float, Meta(gt=0)] = 75.0
+    """Time after which an idle connection, or one with half a header, is closed."""
+    drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
+    """After SIGTERM, time that requests in flight get to finish."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of a log line that is printed."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole tree."""
+
+    engine: EngineConfig
+    server: ServerConfig = ServerConfig()
+
+
+def convert(tree: dict[str, Any], kind: type[Any] = Config) -> Any:
+    """Validate a plain dict into a settings struct (the struct's constructor does not check bounds)."""
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad setting: {error}") from None

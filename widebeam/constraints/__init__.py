@@ -1,0 +1,1 @@
+"""Which candidates are legal: catalogs, their index, and building semantic IDs."""

@@ -1,0 +1,121 @@
+"""Every error that WideBeam raises on purpose.
+
+WideBeamError
+|-- RequestError                 the caller can act on it; carries the HTTP status
+|   |-- InvalidRequest     400
+|   |-- Unauthorized       401
+|   |-- NotFound           404
+|   |-- RequestTimeout     408   the body did not arrive in time
+|   |-- PayloadTooLarge    413
+|   |-- Overloaded         429   retry later
+|   |-- Cancelled          499   the client went away
+|   |-- EngineError        500   the search failed
+|   |-- OutOfMemory        503   the wave failed, the server goes on
+|   |-- NotReady           503   starting
+|   |-- Draining           503   stopping
+|   |-- EngineDead         503   the GPU thread is gone
+|   `-- DeadlineExceeded   504
+`-- StartupError                 the process cannot start: one line, exit status 2
+    |-- ConfigError
+    |-- CheckpointError
+    `-- CatalogError
+"""
+
+from __future__ import annotations
+
+
+class WideBeamError(Exception):
+    """Base of all errors raised on purpose. The message is safe to show to a client."""
+
+
+class RequestError(WideBeamError):
+    """An error that ends one request.
+
+    `code` is a stable snake_case word that programs may match on; `param` names the request field at fault, if any;
+    `retry_after_s` is set where trying again later can help.
+    """
+
+    status = 500
+    code = "internal_error"
+    retryable = False
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(RequestError):
+    status, code = 400, "invalid_request"
+
+
+class Unauthorized(RequestError):
+    status, code = 401, "unauthorized"
+
+
+class NotFound(RequestError):
+    status, code = 404, "not_found"
+
+
+class RequestTimeout(RequestError):
+    status, code, retryable = 408, "request_timeout", True
+
+
+class PayloadTooLarge(RequestError):
+    status, code = 413, "payload_too_large"
+
+
+class Overloaded(RequestError):
+    status, code, retryable = 429, "overloaded", True
+
+
+class Cancelled(RequestError):
+    status, code = 499, "cancelled"
+
+
+class EngineError(RequestError):
+    status, code = 500, "engine_error"
+
+
+class OutOfMemory(RequestError):
+    status, code, retryable = 503, "out_of_memory", True
+
+
+class NotReady(RequestError):
+    status, code, retryable = 503, "not_ready", True
+
+
+class Draining(RequestError):
+    status, code, retryable = 503, "draining", True
+
+
+class EngineDead(RequestError):
+    status, code, retryable = 503, "engine_dead", True
+
+
+class DeadlineExceeded(RequestError):
+    status, code = 504, "deadline_exceeded"
+
+
+class StartupError(WideBeamError):
+    """The process cannot start with what it was given. Printed as one line; exit status 2."""
+
+
+class ConfigError(StartupError):
+    """A setting is wrong or does not fit the machine."""
+
+
+class CheckpointError(StartupError):
+    """The model folder is incomplete, inconsistent or of a kind that is not supported."""
+
+
+class CatalogError(StartupError):
+    """A catalog file is wrong. `problems` lists what is wrong, a line each, where there is more than one."""
+
+    def __init__(self, message: str, problems: list[str] | None = None) -> None:
+        super().__init__(message)
+        self.problems = problems or [message]
