@@ -1,0 +1,37 @@
+"""Fixtures that the whole suite shares."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `from tests import tiny`
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from tests import tiny
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with a tokenizer, as transformers saves it."""
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("qwen3"), scale=0.3)
+
+
+@pytest.fixture(scope="session")
+def catalog_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A JSONL catalog whose SIDs the checkpoint's tokenizer knows, with a history template."""
+    return tiny.save_catalog(tmp_path_factory.mktemp("catalog") / "items.jsonl")

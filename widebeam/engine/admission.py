@@ -1,0 +1,178 @@
+"""From what a caller asks to a checked search, or to an error that names the field and its limit. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from widebeam.config import EngineConfig
+from widebeam.constraints.catalog import Catalog
+from widebeam.engine.request import Normalizer, SearchParams
+from widebeam.engine.scheduler import WaveLimits
+from widebeam.engine.shapes import rung
+from widebeam.engine.wave import Search, bound_widths, join_factor
+from widebeam.errors import InvalidRequest
+from widebeam.policies import beam_widths
+
+DEFAULT_NEW_TOKENS = 128
+"""Levels of a search that names none and has no catalog: SGLang's default."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this engine can run at all."""
+
+    config: EngineConfig
+    vocab_size: int
+    max_context_len: int
+    eos_token_ids: frozenset[int]
+    wave: WaveLimits
+
+
+def check_params(params: SearchParams) -> SearchParams:
+    """Enforce the bounds that SearchParams declares; a Python caller can construct one past them."""
+    if not math.isfinite(params.length_penalty):
+        raise InvalidRequest("length_penalty must be a finite number", param="length_penalty")
+    try:
+        return msgspec.convert(msgspec.to_builtins(params), SearchParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def admit(
+    token_ids: Seq[int] | np.ndarray, params: SearchParams, catalog: Catalog | None, limits: Limits
+) -> tuple[Search, list[str]]:
+    """The search that answers the request, and warnings about what has no effect. Raises InvalidRequest."""
+    tokens = check_tokens(token_ids, limits.vocab_size)
+    levels = _levels(params, catalog, limits)
+    widths = _widths(params, levels, catalog, limits)
+    if params.n > widths[-1]:
+        raise InvalidRequest(f"n is {params.n}, but the beam is only {widths[-1]} wide at its last level", param="n")
+    if len(tokens) + levels > limits.max_context_len:
+        raise InvalidRequest(
+            f"the prompt has {len(tokens)} tokens and {levels} are to be generated, but the context length is "
+            f"{limits.max_context_len}",
+            code="context_too_long",
+            param="input_ids",
+        )
+    greedy = params.policy is None and params.beam_width in (None, 1)
+    stops, warnings = _stops(params, catalog, limits)
+    search = Search(
+        request_id=params.request_id or uuid.uuid4().hex,
+        token_ids=tokens,
+        widths=bound_widths(widths, catalog, limits.vocab_size),
+        num_returned=params.n,
+        catalog=catalog,
+        normalizer=_normalizer(params, catalog),
+        join=join_factor(catalog, greedy=greedy, has_stops=bool(stops)),
+        stop_token_ids=stops,
+        length_penalty=params.length_penalty,
+    )
+    _check_memory(search, limits.wave)
+    return search, warnings
+
+
+def check_tokens(token_ids: Seq[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """Prompt tokens as int32, each inside the vocabulary: nothing else ever reaches the device."""
+    if len(token_ids) == 0:
+        raise InvalidRequest("the prompt is empty", code="empty_prompt", param="input_ids")
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise InvalidRequest("input_ids must be a flat list of integers", param="input_ids")
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(outside):
+        raise InvalidRequest(
+            f"token id {tokens[outside[0]]} at position {outside[0]} is outside the vocabulary of {vocab_size}",
+            code="token_out_of_vocabulary",
+            param="input_ids",
+        )
+    return tokens.astype(np.int32)
+
+
+def _levels(params: SearchParams, catalog: Catalog | None, limits: Limits) -> int:
+    wanted = params.max_new_tokens
+    if catalog is not None:
+        if wanted is not None and wanted < catalog.depth:
+            raise InvalidRequest(
+                f"max_new_tokens is {wanted}, but items of catalog {catalog.name!r} are {catalog.depth} tokens deep",
+                code="depth_mismatch",
+                param="max_new_tokens",
+            )
+        return catalog.depth
+    if wanted is not None and wanted > limits.config.max_levels:
+        raise InvalidRequest(
+            f"max_new_tokens is {wanted}, over the limit of {limits.config.max_levels} (--max-levels)",
+            param="max_new_tokens",
+        )
+    return wanted or min(DEFAULT_NEW_TOKENS, limits.config.max_levels)
+
+
+def _widths(params: SearchParams, levels: int, catalog: Catalog | None, limits: Limits) -> tuple[int, ...]:
+    widths = beam_widths(params.policy, levels, params.beam_width)
+    param = "beam_width" if params.policy is None else "policy.widths"
+    widest, limit = max(widths), limits.config.max_beam_width
+    if widest > limit:
+        raise InvalidRequest(
+            f"{param} asks for {widest} beams, over the limit of {limit} (--max-beam-width)",
+            code="beam_too_wide",
+            param=param,
+        )
+    if catalog is None and widest > limits.vocab_size:
+        raise InvalidRequest(
+            f"{param} asks for {widest} beams, more than the vocabulary's {limits.vocab_size} tokens",
+            code="beam_too_wide",
+            param=param,
+        )
+    return widths
+
+
+def _normalizer(params: SearchParams, catalog: Catalog | None) -> Normalizer:
+    if catalog is None and params.normalizer in ("level", "legal"):
+        raise InvalidRequest(f"normalizer {params.normalizer!r} needs a catalog", param="normalizer")
+    return params.normalizer or ("vocab" if catalog is None else "level")
+
+
+def _stops(params: SearchParams, catalog: Catalog | None, limits: Limits) -> tuple[tuple[int, ...], list[str]]:
+    for token in params.stop_token_ids:
+        if token >= limits.vocab_size:
+            raise InvalidRequest(
+                f"stop token {token} is outside the vocabulary of {limits.vocab_size}",
+                code="token_out_of_vocabulary",
+                param="stop_token_ids",
+            )
+    if catalog is not None:
+        warned = ["stop_token_ids have no effect with a catalog: an item's depth ends its sequence"]
+        return (), warned if params.stop_token_ids else []
+    if params.ignore_eos:
+        return (), []
+    return tuple(sorted(limits.eos_token_ids.union(params.stop_token_ids))), []
+
+
+def _check_memory(search: Search, wave: WaveLimits) -> None:
+    """Refuse what could never run, naming the flag that would let it."""
+    pages = -(-search.num_tokens // wave.page_size)
+    if pages > wave.context_pages:
+        raise InvalidRequest(
+            f"the prompt needs {pages} KV pages, but the pool has {wave.context_pages} (--max-total-tokens)",
+            code="context_too_long",
+            param="input_ids",
+        )
+    if search.rows > wave.rows:
+        raise InvalidRequest(
+            f"the search holds {search.rows} rows, but a wave has {wave.rows} (--max-wave-rows)",
+            code="beam_too_wide",
+            param="beam_width",
+        )
+    slots = rung(search.rows, wave.rows) * (search.levels - 1)
+    if slots > wave.beam_slots:
+        raise InvalidRequest(
+            f"{search.levels} levels of {search.rows} rows need {slots} beam KV tokens, but the pool has "
+            f"{wave.beam_slots} (--beam-kv-tokens)",
+            code="search_too_large",
+            param="max_new_tokens",
+        )

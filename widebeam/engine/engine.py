@@ -1,0 +1,373 @@
+"""The engine as servers and notebooks use it: start, submit, recommend, drain, stop. Knows nothing of HTTP.
+
+Lives on one asyncio event loop; the device belongs to the worker's thread. Admission, cancellation and deadlines are
+decided here, without touching the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Callable, Coroutine
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from widebeam.blocking import LoopThread
+from widebeam.config import EngineConfig, convert
+from widebeam.constraints.catalog import Catalog, Catalogs
+from widebeam.engine.admission import Limits, admit, check_params
+from widebeam.engine.request import SearchParams, SearchResult
+from widebeam.engine.results import Recommendation, ranked_items
+from widebeam.engine.runtime import Runtime
+from widebeam.engine.scheduler import Job, Outcome
+from widebeam.engine.worker import Worker
+from widebeam.errors import (
+    CatalogError,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    RequestError,
+)
+from widebeam.model.config import ModelConfig, load_model_config
+from widebeam.model.tokenizer import Tokenizer
+from widebeam.model.weights import resolve_checkpoint
+
+State = Literal["starting", "ready", "draining", "stopped", "dead"]
+Prompt = str | Seq[int]
+T = TypeVar("T")
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Numbers of one moment; counters run from the engine's start."""
+
+    requests_in_flight: int
+    rows_in_flight: int
+    tokens_in_flight: int
+    requests_done: int
+    requests_refused: int
+    waves: int
+    out_of_memory: int
+    context_pages: int
+    context_pages_used: int
+    context_pages_high_water: int
+    beam_slots: int
+    beam_slots_used: int
+    beam_slots_high_water: int
+
+
+class Engine:
+    """A model, its catalogs and a queue of searches.
+
+    `Engine("path/to/model", catalog="items.parquet")`, or an EngineConfig. Use it as an asynchronous context manager,
+    or call the blocking `generate`, which starts it by itself.
+    """
+
+    def __init__(self, config: EngineConfig | str, **settings: Any) -> None:
+        if isinstance(config, str):
+            config = convert({"model": config} | settings, EngineConfig)
+        elif settings:
+            config = convert(msgspec.to_builtins(config) | settings, EngineConfig)
+        self.config: EngineConfig = config
+        self.catalogs = Catalogs()
+        self.state: State = "starting"
+        self.model_config: ModelConfig
+        self.tokenizer: Tokenizer | None = None
+        self.max_context_len = 0
+        self._limits: Limits
+        self._worker: Worker
+        self._runtime: Runtime
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[Job, asyncio.Future[SearchResult]] = {}
+        self._tokenising = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="widebeam-tokenise")
+        self._blocking: LoopThread | None = None
+        self._done = self._refused = 0
+
+    # Life cycle
+
+    async def start(self) -> None:
+        """Load everything; returns when the engine can search. Raises StartupError."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            folder = await asyncio.to_thread(self._read_checkpoint)
+            self._worker = Worker(
+                lambda: Runtime(self.config, folder, self.model_config, self.max_context_len),
+                self._deliver,
+                self._on_death,
+            )
+            self._worker.start()
+            self._runtime = await asyncio.wrap_future(self._worker.ready)
+            eos = set(self.model_config.eos_token_ids) | (self.tokenizer.eos_token_ids if self.tokenizer else set())
+            self._limits = Limits(
+                self.config, self.model_config.vocab_size, self.max_context_len, frozenset(eos), self._runtime.limits
+            )
+            if self.config.catalog is not None:
+                await self.load_catalog(self.config.catalog, self.config.catalog_name)
+        except BaseException:
+            await self.stop()
+            raise
+        self.state = "ready"
+
+    def _read_checkpoint(self) -> Path:
+        folder = resolve_checkpoint(self.config.model, self.config.revision)
+        self.model_config = load_model_config(folder)
+        self.tokenizer = Tokenizer.load(folder)
+        longest = self.model_config.max_position_embeddings
+        self.max_context_len = self.config.max_context_len or longest
+        if self.max_context_len > longest:
+            raise ConfigError(
+                f"--max-context-len {self.max_context_len} is more than the model's max_position_embeddings {longest}"
+            )
+        return folder
+
+    async def load_catalog(self, path: str | Path, name: str | None = None) -> Catalog:
+        """Read a catalog file and offer it to requests. Raises CatalogError."""
+        token_id = self.tokenizer.token_id if self.tokenizer else None
+        catalog = await asyncio.to_thread(
+            Catalog.load, path, name=name, token_id=token_id, vocab_size=self.model_config.vocab_size
+        )
+        if not catalog.resolved:
+            raise CatalogError(f"{path} spells SIDs as token strings, but the model has no tokenizer to resolve them")
+        if catalog.depth >= self.max_context_len:
+            raise CatalogError(f"{path}: SIDs of {catalog.depth} tokens leave no room in {self.max_context_len}")
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.add_catalog(catalog)))
+        self.catalogs.add(catalog)
+        return catalog
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; those accepted are still answered."""
+        if self.state == "ready":
+            self.state = "draining"
+
+    async def stop(self) -> None:
+        """End the worker after the wave that runs. Whatever still waits is answered with EngineDead."""
+        if self.state != "dead":
+            self.state = "stopped"
+        if hasattr(self, "_worker"):
+            await asyncio.to_thread(self._worker.stop)
+        self._tokenising.shutdown(wait=False)
+
+    async def __aenter__(self) -> Engine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # Searching
+
+    async def submit(self, token_ids: Seq[int], params: SearchParams) -> SearchResult:
+        """Search. Cancelling the awaiting task cancels the request. Raises RequestError."""
+        self._check_ready()
+        params = check_params(params)
+        search, warnings = admit(token_ids, params, self.catalogs.get(params.catalog), self._limits)
+        if len(self._waiting) >= self.config.max_waiting_requests:
+            self._refused += 1
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting, which is the limit (--max-waiting-requests)",
+                retry_after_s=1.0,
+            )
+        now = time.monotonic()
+        timeout = params.timeout_ms / 1e3 if params.timeout_ms else None
+        job = Job(search, now, now + timeout if timeout else None, warnings)
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            raise RuntimeError("submit must run on the event loop that started the engine")
+        future = self._waiting[job] = loop.create_future()
+        self._worker.submit(job)
+        try:
+            async with asyncio.timeout(timeout):
+                return await future
+        except TimeoutError:
+            raise DeadlineExceeded(f"no result within {params.timeout_ms} ms", param="timeout_ms") from None
+        finally:
+            job.cancelled = True
+            self._waiting.pop(job, None)
+
+    async def recommend(
+        self,
+        *,
+        history: Seq[int | str] | None = None,
+        prompt: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        input_ids: Seq[int] | None = None,
+        n: int = 10,
+        fields: Seq[str] = (),
+        unknown_items: Literal["ignore", "refuse"] = "ignore",
+        params: SearchParams | None = None,
+    ) -> Recommendation:
+        """Ranked items for a history of item ids, or for a prompt in one of three forms. Raises RequestError.
+
+        `n` counts items; `params.n` is replaced by it. Without a width in `params` the beam is default_beam_width wide.
+        """
+        self._check_ready()
+        params = params or SearchParams()
+        catalog = self.catalogs.get(params.catalog)
+        if catalog is None:
+            raise InvalidRequest("there is no catalog to recommend from", code="no_catalog", param="catalog")
+        catalog.check_fields(fields)
+        if params.beam_width is None and params.policy is None:
+            width = min(max(self.config.default_beam_width, n), self.config.max_beam_width)
+            params = msgspec.structs.replace(params, beam_width=width)
+        given = {"history": history, "prompt": prompt, "messages": messages, "input_ids": input_ids}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) != 1:
+            raise InvalidRequest(
+                f"exactly one of history, prompt, messages and input_ids is needed, but {len(named)} were given",
+                param=named[1] if named else "history",
+            )
+        unknown: list[int | str] = []
+        used = 0
+        if history is not None:
+            token_ids, used, unknown = await self._render_history(catalog, history)
+            if unknown and unknown_items == "refuse":
+                raise InvalidRequest(f"unknown items in history: {unknown[:5]}", code="unknown_item", param="history")
+        elif prompt is not None:
+            token_ids = await self.encode(prompt)
+        elif messages is not None:
+            token_ids = await self.render_chat(messages)
+        else:
+            token_ids = list(input_ids or ())
+        result = await self.submit(token_ids, msgspec.structs.replace(params, n=n))
+        items = ranked_items(catalog, result.sequences, n, fields)
+        if unknown:
+            result.warnings.append(f"{len(unknown)} history items are not in the catalog: {unknown[:5]}")
+        return Recommendation(items=items, result=result, unknown_items=unknown, num_history=used)
+
+    async def _render_history(
+        self, catalog: Catalog, history: Seq[int | str]
+    ) -> tuple[list[int], int, list[int | str]]:
+        template = catalog.template
+        if template is None:
+            raise InvalidRequest(
+                f"catalog {catalog.name!r} has no history template; add one to its header, or send a prompt",
+                code="no_template",
+                param="history",
+            )
+        room = self.max_context_len - catalog.depth
+        made = await self._off_loop(lambda: template.render(catalog, history, self._encoder().encode, room))
+        return made.token_ids, made.num_used, made.unknown
+
+    def generate(
+        self, prompt: Prompt | Seq[Prompt], **params: Any
+    ) -> SearchResult | list[SearchResult]:
+        """Search and block until done: for notebooks, scripts and benchmarks. Starts the engine when needed.
+
+        `prompt` is a text, a list of token ids, or a list of either; `params` are the fields of SearchParams.
+        """
+        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        prompts: list[Any] = [prompt] if single else list(prompt)
+        wanted = msgspec.convert(params, SearchParams)
+
+        async def one(item: Prompt) -> SearchResult:
+            return await self.submit(await self.encode(item) if isinstance(item, str) else item, wanted)
+
+        async def run() -> list[SearchResult]:
+            return list(await asyncio.gather(*(one(item) for item in prompts)))
+
+        results = self._run_blocking(run())
+        return results[0] if single else results
+
+    def close(self) -> None:
+        """Stop an engine that `generate` started."""
+        if self._blocking is not None:
+            self._blocking.run(self.stop())
+            self._blocking.close()
+            self._blocking = None
+
+    def _run_blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._blocking is None:
+            if self._loop is not None:
+                coroutine.close()
+                raise RuntimeError("this engine runs on an event loop already: await submit() there")
+            self._blocking = LoopThread("widebeam-engine")
+            self._blocking.run(self.start())
+        return self._blocking.run(coroutine)
+
+    # Text
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a text, made off the event loop."""
+        return await self._off_loop(lambda: self._encoder().encode(text))
+
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a chat by the checkpoint's template, made off the event loop."""
+        return await self._off_loop(lambda: self._encoder().render_chat(messages, **options))
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; empty without a tokenizer."""
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if self.tokenizer else ""
+
+    def _encoder(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer: send input_ids", code="no_tokenizer", param="input_ids")
+        return self.tokenizer
+
+    async def _off_loop(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenising, function)
+
+    # State
+
+    def stats(self) -> EngineStats:
+        """Numbers of this moment. Cheap; may be called while waves run."""
+        searches = [job.search for job in self._waiting]
+        context, beams = self._runtime.core.context, self._runtime.core.beams
+        return EngineStats(
+            requests_in_flight=len(searches),
+            rows_in_flight=sum(search.rows for search in searches),
+            tokens_in_flight=sum(search.num_tokens for search in searches),
+            requests_done=self._done,
+            requests_refused=self._refused,
+            waves=self._worker.waves,
+            out_of_memory=self._worker.out_of_memory,
+            context_pages=context.num_pages,
+            context_pages_used=context.pages_used,
+            context_pages_high_water=context.high_water,
+            beam_slots=beams.num_slots,
+            beam_slots_used=beams.slots_used,
+            beam_slots_high_water=beams.high_water,
+        )
+
+    async def check_integrity(self) -> None:
+        """Raises RuntimeError if anything leaks. Waits for the wave that runs."""
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.check_integrity()))
+
+    def _check_ready(self) -> None:
+        if self.state == "ready":
+            return
+        errors: dict[str, RequestError] = {
+            "starting": NotReady("the engine is starting", retry_after_s=1.0),
+            "draining": Draining("the server is shutting down", retry_after_s=1.0),
+            "stopped": EngineDead("the engine has stopped"),
+            "dead": EngineDead("the GPU thread died"),
+        }
+        raise errors[self.state]
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        """Called on the GPU thread: one wake-up of the loop for a whole wave."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._resolve, outcomes)
+
+    def _resolve(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            future = self._waiting.get(outcome.job)
+            if future is None or future.done():
+                continue
+            self._done += 1
+            if isinstance(outcome.result, RequestError):
+                future.set_exception(outcome.result)
+            else:
+                future.set_result(outcome.result)
+
+    def _on_death(self) -> None:
+        self.state = "dead"

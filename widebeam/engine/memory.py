@@ -1,0 +1,81 @@
+"""How large the KV pools are, decided once, before the first request.
+
+On a GPU by measurement: weights are loaded, the largest wave runs once eagerly for its peak, and the context pool takes
+what is left of the allowed share. On a CPU by the settings alone: memory is only touched when pages are used.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from widebeam.config import EngineConfig
+from widebeam.errors import ConfigError
+from widebeam.model.config import ModelConfig
+
+log = logging.getLogger(__name__)
+BEAM_LEVELS = 4
+"""Decoded tokens of each row of a full wave that the beam pool holds by default."""
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Pages of the context pool and slots of the beam pool."""
+
+    context_pages: int
+    beam_slots: int
+
+
+def least_sizes(config: EngineConfig, max_context_len: int) -> PoolSizes:
+    """Pools that hold one full wave or one longest prompt: the least that is useful, and the CPU's default."""
+    tokens = config.max_total_tokens or max(config.max_wave_tokens, max_context_len)
+    slots = config.beam_kv_tokens or BEAM_LEVELS * config.max_wave_rows
+    return PoolSizes(-(-tokens // config.page_size), slots)
+
+
+def measured_sizes(
+    config: EngineConfig,
+    model: ModelConfig,
+    max_context_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    largest_wave: Callable[[PoolSizes], None],
+) -> PoolSizes:
+    """Run `largest_wave` on the least pools, then give the context pool what memory is left. Raises ConfigError."""
+    least = least_sizes(config, max_context_len)
+    page_bytes = model.kv_elements_per_token * dtype.itemsize * config.page_size
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    base = torch.cuda.memory_allocated(device)
+    try:
+        largest_wave(least)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            "the largest wave does not fit beside the weights: lower --max-wave-tokens, --max-wave-rows, "
+            "--max-beam-width, --max-context-len or --beam-kv-tokens"
+        ) from None
+    peak = torch.cuda.max_memory_allocated(device) - base - least.context_pages * page_bytes
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    free, _ = torch.cuda.mem_get_info(device)
+    in_use_by_others = total - free - torch.cuda.memory_reserved(device)
+    budget = int(total * config.gpu_memory_utilization) - in_use_by_others - base - peak
+    pages = budget // page_bytes
+    if config.max_total_tokens is not None:
+        pages = min(pages, least.context_pages)
+    if pages < least.context_pages:
+        short = (least.context_pages - pages) * page_bytes / 2**30
+        raise ConfigError(
+            f"{short:.1f} GiB of GPU memory are missing for a KV pool of {least.context_pages * config.page_size} "
+            f"tokens: raise --gpu-memory-utilization, or lower --max-context-len or --max-wave-tokens"
+        )
+    log.info(
+        "weights %.2f GiB, work space %.2f GiB, context KV %.2f GiB (%d tokens)",
+        base / 2**30, peak / 2**30, pages * page_bytes / 2**30, pages * config.page_size,
+    )  # fmt: skip
+    return PoolSizes(pages, least.beam_slots)

@@ -1,0 +1,211 @@
+"""Everything that lives on the device: the model, the pools, the search state. Built and used on the GPU thread only."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from widebeam.config import EngineConfig
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.trie import DeviceTrie
+from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes
+from widebeam.engine.request import SearchResult, Timing
+from widebeam.engine.scheduler import Job, Outcome, WaveLimits
+from widebeam.engine.search import WaveResult, run_wave
+from widebeam.engine.shapes import rung
+from widebeam.engine.state import BeamState
+from widebeam.engine.step import Core
+from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
+from widebeam.errors import ConfigError, RequestError
+from widebeam.kv.beam import BeamKV
+from widebeam.kv.context import ContextKV
+from widebeam.model.attention import BACKENDS, register_plan
+from widebeam.model.config import ModelConfig
+from widebeam.model.weights import load_model
+
+log = logging.getLogger(__name__)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; auto takes CUDA where there is one. Raises ConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not one of cpu, cuda, cuda:N, auto") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: cpu, cuda, cuda:N or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV; auto is the checkpoint's own on a GPU and float32 on a CPU. Raises ConfigError."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+    if dtype is None:
+        raise ConfigError(f"the checkpoint's dtype {name!r} is not supported: choose --dtype")
+    return dtype
+
+
+class Runtime:
+    """The device side of an engine."""
+
+    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig, max_context_len: int) -> None:
+        self.config = config
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
+        self._model_config = model_config
+        self._max_context_len = max_context_len
+        self._tries: dict[int, tuple[Catalog, DeviceTrie]] = {}
+        if config.max_wave_rows < config.max_beam_width:
+            raise ConfigError(
+                f"--max-wave-rows {config.max_wave_rows} is less than --max-beam-width {config.max_beam_width}"
+            )
+        started = time.perf_counter()
+        self._model = load_model(folder, model_config, self.dtype, self.device)
+        backend = BACKENDS.get("torch" if config.attention_backend == "auto" else config.attention_backend)
+        self.plan = backend(
+            config=model_config, page_size=config.page_size, dtype=self.dtype, device=self.device
+        )
+        self._handle = register_plan(self.plan)
+        rows = max(config.max_wave_rows, rung(config.max_wave_requests))
+        self._state = BeamState(rows, rung(config.max_wave_requests), config.max_levels, self.device)
+        if self.device.type == "cuda":
+            sizes = measured_sizes(
+                config, model_config, max_context_len, self.dtype, self.device, self._run_largest_wave
+            )
+        else:
+            sizes = least_sizes(config, max_context_len)
+        self.core = self._with_pools(sizes)
+        log.info("model on %s in %s, ready in %.1f s", self.device, self.dtype, time.perf_counter() - started)
+
+    def _with_pools(self, sizes: PoolSizes) -> Core:
+        config, model = self.config, self._model_config
+        context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device)
+        beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
+        return Core(self._model, context, beams, self._state, self._handle)
+
+    @property
+    def limits(self) -> WaveLimits:
+        """What one wave may hold."""
+        config, core = self.config, self.core
+        return WaveLimits(
+            requests=config.max_wave_requests,
+            tokens=config.max_wave_tokens,
+            rows=config.max_wave_rows,
+            context_pages=core.context.num_pages,
+            beam_slots=core.beams.num_slots,
+            page_size=config.page_size,
+        )
+
+    def add_catalog(self, catalog: Catalog) -> None:
+        """Put a catalog version on the device. Known versions are left as they are."""
+        if id(catalog) not in self._tries:
+            self._tries[id(catalog)] = (catalog, DeviceTrie(catalog, self._model.head_VH))
+
+    def run(self, jobs: list[Job]) -> list[Outcome]:
+        """Search one wave: exactly one outcome for each job, with every lease released."""
+        started = time.monotonic()
+        wave = Wave([job.search for job in jobs], self._model_config.vocab_size, self.config.max_wave_rows)
+        try:
+            self._acquire(self.core, wave)
+            trie = self._tries[id(wave.catalog)][1] if wave.catalog is not None else None
+            result = run_wave(
+                self.core, self.plan, wave, trie, lambda: any(job.wanted(time.monotonic()) for job in jobs)
+            )
+        finally:
+            self._release(self.core, wave)
+        return _outcomes(jobs, result, started)
+
+    def check_integrity(self) -> None:
+        """No page or slot may be held between waves. Raises RuntimeError."""
+        self.core.context.check_integrity()
+        self.core.beams.check_integrity()
+        if self.core.context.pages_used or self.core.beams.slots_used:
+            raise RuntimeError(
+                f"{self.core.context.pages_used} pages and {self.core.beams.slots_used} beam slots are held when idle"
+            )
+
+    @staticmethod
+    def _acquire(core: Core, wave: Wave) -> None:
+        """Reserve everything that the wave will need. The scheduler has counted, so a shortage is a bug."""
+        for search in wave.searches:
+            search.lease = core.context.acquire(search.num_tokens)
+        wave.beam_lease = core.beams.acquire(wave.beam_slots)
+        if wave.beam_lease is None or any(search.lease is None for search in wave.searches):
+            raise RuntimeError("the scheduler formed a wave that the KV pools cannot hold")
+
+    @staticmethod
+    def _release(core: Core, wave: Wave) -> None:
+        for search in wave.searches:
+            if search.lease is not None:
+                core.context.release(search.lease)
+                search.lease = None
+        if wave.beam_lease is not None:
+            core.beams.release(wave.beam_lease)
+            wave.beam_lease = None
+
+    def _run_largest_wave(self, sizes: PoolSizes) -> None:
+        """The most tokens and the widest beam that one wave can have, on pools made for this alone."""
+        config, vocab_size = self.config, self._model_config.vocab_size
+        core = self._with_pools(sizes)
+        tokens = min(max(config.max_wave_tokens, self._max_context_len), sizes.context_pages * config.page_size)
+        wide = (min(config.max_beam_width, vocab_size),) * 2
+        search = Search(
+            request_id="largest",
+            token_ids=np.arange(tokens, dtype=np.int32) % vocab_size,
+            widths=bound_widths(wide, None, vocab_size),
+            num_returned=1,
+            catalog=None,
+            normalizer="vocab",
+            join=join_factor(None, greedy=False, has_stops=True),
+            stop_token_ids=(0,),
+            length_penalty=1.0,
+        )
+        wave = Wave([search], vocab_size, config.max_wave_rows)
+        self._acquire(core, wave)
+        run_wave(core, self.plan, wave, None, lambda: True)
+        del core
+        gc.collect()
+
+
+def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outcome]:
+    """One outcome for each job of a finished wave."""
+    ended = time.monotonic()
+    outcomes = []
+    for job, sequences in zip(jobs, result.outcomes, strict=True):
+        search = job.search
+        if isinstance(sequences, RequestError):
+            outcomes.append(Outcome(job, sequences))
+            continue
+        timing = Timing(
+            queue=(started - job.submitted_at) * 1e3,
+            prefill=result.prefill_ms,
+            decode=result.decode_ms,
+            total=(ended - job.submitted_at) * 1e3,
+        )
+        outcomes.append(
+            Outcome(
+                job,
+                SearchResult(
+                    request_id=search.request_id,
+                    sequences=sequences,
+                    prompt_tokens=search.num_tokens,
+                    normalizer=search.normalizer,
+                    catalog=search.catalog.name if search.catalog else None,
+                    catalog_version=search.catalog.version if search.catalog else None,
+                    timing_ms=timing,
+                    warnings=list(job.warnings),
+                ),
+            )
+        )
+    return outcomes

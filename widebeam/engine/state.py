@@ -1,0 +1,89 @@
+"""The device's memory of a search: buffers at fixed addresses that every level reads and writes.
+
+Letters: B requests of the wave (index B is padding), R rows, F finished sequences, J decoded tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+REASONS = ("length", "stop", "item")
+"""Finish reasons by their code on the device."""
+LENGTH, STOP, ITEM = range(3)
+
+
+class Finished(NamedTuple):
+    """Sequences that have ended, request by request, best first; an empty place has score -inf."""
+
+    score: Tensor  # float32 [F], cum / length ** length_penalty
+    cum: Tensor  # float32 [F]
+    length: Tensor  # int64 [F]
+    token: Tensor  # int64 [F], the last token
+    logprob: Tensor  # float32 [F], of the last token
+    node: Tensor  # int64 [F], catalog node it ends at
+    reason: Tensor  # int64 [F], see REASONS
+    path: Tensor  # int32 [F, J], rows of the tokens before the last
+
+    def head(self, places: int, columns: int) -> Finished:
+        """Views of the first places and, of paths, the first columns."""
+        *flat, path = (array[:places] for array in self)
+        return Finished(*flat, path[:, :columns])
+
+
+class BeamState:
+    """Live rows, finished sequences and the history that both point into, for one wave at a time."""
+
+    def __init__(self, max_rows: int, max_requests: int, max_levels: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.level = zeros()
+        self.cum_R = zeros(max_rows, dtype=torch.float32)
+        self.token_R = zeros(max_rows)
+        self.node_R = zeros(max_rows)
+        self.request_R = zeros(max_rows)
+        self.path_RJ = zeros(max_rows, max_levels, dtype=torch.int32)
+        self.token_JR = zeros(max_levels, max_rows, dtype=torch.int32)
+        self.logprob_JR = zeros(max_levels, max_rows, dtype=torch.float32)
+        self.broken_B = zeros(max_requests + 1, dtype=torch.int32)
+        self.finished = Finished(
+            score=zeros(max_rows, dtype=torch.float32),
+            cum=zeros(max_rows, dtype=torch.float32),
+            length=zeros(max_rows),
+            token=zeros(max_rows),
+            logprob=zeros(max_rows, dtype=torch.float32),
+            node=zeros(max_rows),
+            reason=zeros(max_rows),
+            path=zeros(max_rows, max_levels, dtype=torch.int32),
+        )
+
+    def start(self, num_requests_B: Tensor, requests: int) -> None:
+        """Make one live row for each real request: its prompt, at the catalog's root, with nothing decoded."""
+        row_B = torch.arange(requests, device=self.level.device)
+        real_B = row_B < num_requests_B
+        self.level.zero_()
+        self.cum_R[:requests].copy_(torch.where(real_B, 0.0, -torch.inf))
+        self.node_R[:requests].zero_()
+        self.request_R[:requests].copy_(torch.where(real_B, row_B, requests))
+        self.broken_B.zero_()
+        self.finished.score.fill_(-torch.inf)
+
+
+@dataclass
+class WaveData:
+    """What differs between waves of one shape, on the device. Last entries of the B1 arrays are padding."""
+
+    num_requests: Tensor  # int64, 0-d
+    context_len_B1: Tensor  # int64
+    levels_B1: Tensor  # int64, how many tokens each request generates
+    finished_B1: Tensor  # int64, finished sequences kept for each request
+    join_B1: Tensor  # int64, candidates that are considered jointly = join * width (SGLang: 2; greedy: 1)
+    widths_LB1: Tensor  # int64, beam width at each level; 0 past a request's last
+    length_penalty_B1: Tensor  # float32
+    stop_BV: Tensor | None  # bool [B + 1, V]
+    slot_base: Tensor  # int64, 0-d, first BeamKV slot of the wave
+    slot_stride: Tensor  # int64, 0-d, BeamKV slots of one level

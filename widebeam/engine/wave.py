@@ -1,0 +1,156 @@
+"""Requests that are searched together: how wide each level is, which shapes that makes, what is sent to the device.
+
+Everything here is host arithmetic on sizes known before the wave starts. Imports no torch.
+
+Letters: B requests, T packed prompt tokens, L levels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from widebeam.constraints.catalog import Catalog
+from widebeam.engine.request import Normalizer
+from widebeam.engine.shapes import LevelShape, depth_rung, rung
+from widebeam.kv.beam import BeamLease
+from widebeam.kv.context import ContextLease
+
+ALL_CANDIDATES = 1 << 32
+"""A join factor that no candidate list reaches."""
+
+
+@dataclass(eq=False)
+class Search:
+    """One accepted request as the GPU thread sees it: checked, bounded, ready to run."""
+
+    request_id: str
+    token_ids: np.ndarray
+    """Prompt, int32 [T]."""
+    widths: tuple[int, ...]
+    """Beams that can be live after each level, `len(widths)` levels; see `bound_widths`."""
+    num_returned: int
+    """Sequences that the caller wants back."""
+    catalog: Catalog | None
+    normalizer: Normalizer
+    join: int
+    """Candidates considered jointly, as a multiple of the width; see `join_factor`."""
+    stop_token_ids: tuple[int, ...]
+    length_penalty: float
+    lease: ContextLease | None = field(default=None)
+
+    @property
+    def levels(self) -> int:
+        return len(self.widths)
+
+    @property
+    def rows(self) -> int:
+        """Most beam rows that the search holds at once, as admission and the scheduler count them."""
+        return max(1, *self.widths[:-1], self.num_returned)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def join_factor(catalog: Catalog | None, *, greedy: bool, has_stops: bool) -> int:
+    """How many candidates a step considers per unit of width.
+
+    With a catalog every legal child. Without one, `width` of them are all that can survive; stop tokens may end some,
+    so beams look at twice as many (as merged SGLang), while greedy text looks at the best alone: a stop ends it.
+    """
+    if catalog is not None:
+        return ALL_CANDIDATES
+    return 2 if has_stops and not greedy else 1
+
+
+def bound_widths(widths: tuple[int, ...], catalog: Catalog | None, vocab_size: int) -> tuple[int, ...]:
+    """Rows that can be live after each level: never more than asked for, than SID prefixes exist, than parents have
+    children. Rows beyond that are dead for certain and would only cost time."""
+    bounded: list[int] = []
+    previous = 1
+    for level, width in enumerate(widths):
+        if catalog is None:
+            previous = min(width, previous * vocab_size)
+        else:
+            index = catalog.index
+            previous = min(width, index.nodes_at(level + 1), previous * index.max_fanout(level))
+        bounded.append(previous)
+    return tuple(bounded)
+
+
+class Wave:
+    """A set of searches that share catalog version and normaliser, with their shapes and staged arrays."""
+
+    def __init__(self, searches: list[Search], vocab_size: int, max_rows: int) -> None:
+        self.searches = searches
+        self.catalog = searches[0].catalog
+        self.normalizer = searches[0].normalizer
+        self.num_levels = max(search.levels for search in searches)
+        self.requests = rung(len(searches))
+        self.max_rows = max_rows
+        self.finished = rung(sum(search.num_returned for search in searches), max_rows)
+        self.has_stops = any(search.stop_token_ids for search in searches)
+        self.beam_lease: BeamLease | None = None
+        self.shapes = [self._shape(level, vocab_size) for level in range(self.num_levels)]
+        self.stride = max((shape.rows_out for shape in self.shapes), default=0)
+
+    @property
+    def beam_slots(self) -> int:
+        """BeamKV slots that the wave needs: every level but the last writes one for each row."""
+        return self.stride * (self.num_levels - 1)
+
+    def rows(self, level: int) -> list[int]:
+        """Live rows of each request after `level`: those that go on to the next one."""
+        return [search.widths[level] if level < search.levels - 1 else 0 for search in self.searches]
+
+    def _shape(self, level: int, vocab_size: int) -> LevelShape:
+        catalog = self.catalog
+        rows_out = sum(self.rows(level))
+        ending = any(level == search.levels - 1 for search in self.searches)
+        return LevelShape(
+            requests=self.requests,
+            rows_in=self.requests if level == 0 else rung(sum(self.rows(level - 1)), self.max_rows),
+            rows_out=rung(rows_out, self.max_rows) if rows_out else 0,
+            finished=self.finished,
+            depth=depth_rung(level),
+            candidates=self._candidates(level, vocab_size),
+            normalizer=self.normalizer,
+            constrained=catalog is not None,
+            finishing=ending or self.has_stops or (catalog is not None and catalog.index.mixed_depth),
+            stops=self.has_stops,
+        )
+
+    def _candidates(self, level: int, vocab_size: int) -> int:
+        """Without a catalog, the best that a row offers; with one, a bound on the children of all rows."""
+        active = [search for search in self.searches if level < search.levels]
+        if self.catalog is None:
+            offered = max(search.widths[level] * search.join for search in active)
+            return rung(offered, vocab_size)
+        parents = [1 if level == 0 else search.widths[level - 1] for search in active]
+        return rung(sum(self.catalog.index.widest(level, width) for width in parents))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What the device needs to know about the wave and its requests, by WaveData's names."""
+        B, searches = self.requests, self.searches
+
+        def column(values: list[int], dtype: type = np.int64) -> np.ndarray:
+            return np.array(values + [0] * (B + 1 - len(values)), dtype=dtype)
+
+        widths = np.zeros((self.num_levels, B + 1), dtype=np.int64)
+        for b, search in enumerate(searches):
+            widths[: search.levels, b] = search.widths
+        penalty = np.ones(B + 1, dtype=np.float32)
+        penalty[: len(searches)] = [search.length_penalty for search in searches]
+        return {
+            "num_requests": np.array(len(searches), dtype=np.int64),
+            "context_len_B1": column([search.num_tokens for search in searches]),
+            "levels_B1": column([search.levels for search in searches]),
+            "finished_B1": column([search.num_returned for search in searches]),
+            "join_B1": column([search.join for search in searches]),
+            "widths_LB1": widths,
+            "length_penalty_B1": penalty,
+            "slot_base": np.array(self.beam_lease.base if self.beam_lease else 0, dtype=np.int64),
+            "slot_stride": np.array(self.stride, dtype=np.int64),
+        }

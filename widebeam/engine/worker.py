@@ -1,0 +1,145 @@
+"""The GPU thread: the only code that starts device work once the engine runs.
+
+It takes jobs from an inbox, lets the scheduler cut waves, runs them, and hands outcomes back a wave at a time. Whatever
+happens on it, every job that it was given gets an outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from widebeam.engine.runtime import Runtime
+from widebeam.engine.scheduler import Job, Outcome, Scheduler
+from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, StartupError
+
+log = logging.getLogger(__name__)
+Deliver = Callable[[list[Outcome]], None]
+"""Takes the outcomes of a wave; called on the GPU thread, must not block."""
+
+
+@dataclass
+class Call:
+    """A function to run on the GPU thread between waves."""
+
+    function: Callable[[Runtime], Any]
+    future: Future[Any]
+
+    def run(self, runtime: Runtime) -> None:
+        try:
+            self.future.set_result(self.function(runtime))
+        except Exception as error:
+            self.future.set_exception(error)
+
+
+class Worker:
+    """A thread that owns a Runtime."""
+
+    def __init__(self, build: Callable[[], Runtime], deliver: Deliver, died: Callable[[], None]) -> None:
+        self._build = build
+        self._deliver = deliver
+        self._died = died
+        self._inbox: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="widebeam-gpu", daemon=True)
+        self.ready: Future[Runtime] = Future()
+        """Set when the model is loaded, or holds the error that stopped it."""
+        self._end: RequestError | None = None
+        self.waves = 0
+        self.out_of_memory = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Its outcome comes through `deliver`."""
+        self._inbox.put(job)
+        self._answer_if_ended()
+
+    def call(self, function: Callable[[Runtime], Any]) -> Future[Any]:
+        """Run a function on the GPU thread, between waves."""
+        future: Future[Any] = Future()
+        self._inbox.put(Call(function, future))
+        self._answer_if_ended()
+        return future
+
+    def stop(self) -> None:
+        """End the thread after the wave that runs, failing what waits. Blocks until it has ended."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            runtime = self._build()
+        except StartupError as error:
+            self.ready.set_exception(error)
+            return
+        except BaseException as error:
+            log.exception("the engine could not start")
+            self.ready.set_exception(error)
+            return
+        scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]))
+        self.ready.set_result(runtime)
+        try:
+            self._loop(runtime, scheduler)
+        except BaseException:
+            log.exception("the GPU thread died")
+            self._end = EngineDead("the GPU thread died")
+            self._died()
+        else:
+            self._end = EngineDead("the engine has stopped")
+        for job in scheduler.clear():
+            self._deliver([Outcome(job, self._end)])
+        self._answer_if_ended()
+
+    def _loop(self, runtime: Runtime, scheduler: Scheduler) -> None:
+        """Waves until told to stop. Waits on the inbox only when there is nothing to run."""
+        while True:
+            while not (len(scheduler) and self._inbox.empty()):
+                message = self._inbox.get()
+                if message is None:
+                    return
+                if isinstance(message, Job):
+                    scheduler.add(message)
+                else:
+                    message.run(runtime)
+            if jobs := scheduler.next_wave(time.monotonic()):
+                self._deliver(self._run(runtime, jobs))
+
+    def _run(self, runtime: Runtime, jobs: list[Job]) -> list[Outcome]:
+        """One wave. Running out of memory fails the wave alone; a broken device ends the thread."""
+        self.waves += 1
+        try:
+            return runtime.run(jobs)
+        except torch.OutOfMemoryError:
+            self.out_of_memory += 1
+            log.error("a wave of %d requests ran out of memory", len(jobs))
+            torch.cuda.empty_cache()
+            failure: RequestError = OutOfMemory("the GPU ran out of memory", retry_after_s=1.0)
+        except torch.AcceleratorError:
+            self._deliver([Outcome(job, EngineDead("the GPU failed")) for job in jobs])
+            raise
+        except Exception:
+            log.exception("a wave of %d requests failed", len(jobs))
+            failure = EngineError("the search failed; see the server's log")
+        return [Outcome(job, failure) for job in jobs]
+
+    def _answer_if_ended(self) -> None:
+        """Fail what lies in the inbox of an ended thread. Called by both sides, so that nothing is left between them."""
+        while self._end is not None:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(message, Job):
+                self._deliver([Outcome(message, self._end)])
+            elif message is not None:
+                message.future.set_exception(self._end)

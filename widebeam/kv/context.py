@@ -1,0 +1,87 @@
+"""ContextKV: keys and values of prompts, in pages that prefill writes once and every level reads.
+
+Letters: N layers, P pages, S page size in tokens, K key/value heads, D head size, T packed prompt tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from widebeam.model.config import ModelConfig
+
+
+@dataclass(eq=False)
+class ContextLease:
+    """A request's hold on pages. Released exactly once, by the pool that gave it."""
+
+    pages: list[int]
+    num_tokens: int
+    released: bool = field(default=False)
+
+
+class ContextKV:
+    """The paged pool. Page 0 belongs to nobody: rows that only fill up a shape write there."""
+
+    def __init__(
+        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_layers, num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        self.k_NPSKD = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_NPSKD = torch.zeros(shape, dtype=dtype, device=device)
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.high_water = 0
+        self._free = list(range(num_pages, 0, -1))
+        self._leases: set[ContextLease] = set()
+
+    @property
+    def pages_used(self) -> int:
+        return self.num_pages - len(self._free)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def acquire(self, num_tokens: int) -> ContextLease | None:
+        """Pages for so many tokens, or None while too few are free."""
+        count = self.pages_for(num_tokens)
+        if count > len(self._free):
+            return None
+        lease = ContextLease([self._free.pop() for _ in range(count)], num_tokens)
+        self._leases.add(lease)
+        self.high_water = max(self.high_water, self.pages_used)
+        return lease
+
+    def release(self, lease: ContextLease) -> None:
+        if lease.released:
+            raise RuntimeError("a context lease was released twice")
+        lease.released = True
+        self._leases.remove(lease)
+        self._free.extend(reversed(lease.pages))
+
+    def slots(self, lease: ContextLease) -> np.ndarray:
+        """Flat slot (page * S + offset) of each of the lease's tokens, int64."""
+        position = np.arange(lease.num_tokens)
+        return np.asarray(lease.pages, dtype=np.int64)[position // self.page_size] * self.page_size + (
+            position % self.page_size
+        )
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Put the keys and values of prompt tokens where `slots_T` says."""
+        self.k_NPSKD[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
+        self.v_NPSKD[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+
+    def check_integrity(self) -> None:
+        """Every page is free or held by exactly one lease. Raises RuntimeError."""
+        held = [page for lease in self._leases for page in lease.pages]
+        if sorted(held + self._free) != list(range(1, self.num_pages + 1)):
+            raise RuntimeError(f"context pages leak: {len(held)} held, {len(self._free)} free of {self.num_pages}")
+        if any(lease.released for lease in self._leases):
+            raise RuntimeError("a released context lease is still held")

@@ -1,0 +1,105 @@
+"""The small parts of the network, each as a function or a module with nothing but its arithmetic.
+
+Letters: T rows (prompt tokens or beams), H hidden, D head size, X heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from widebeam.model.config import RopeConfig
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, in float32, as Hugging Face's Qwen computes it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`, with storage left for the loader to fill."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size_out), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def float32_linear(x_TH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Logits in float32 from operands of any dtype: [T, V].
+
+    Rounding logits to bf16 would make most of a wide cut a tie. CUDA multiplies bf16 operands and writes float32; the
+    CPU has no such product, so it widens the operands, which is exact.
+    """
+    if x_TH.dtype == torch.float32:
+        return F.linear(x_TH, weight_VH)
+    if x_TH.is_cuda:
+        return torch.mm(x_TH, weight_VH.t(), out_dtype=torch.float32)
+    return F.linear(x_TH.float(), weight_VH.float())
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (Su et al. 2021), halves rotated as in Llama and Qwen."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        inv_freq, self.scale = _frequencies(config, head_dim)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [T, 1, D/2]; shared by all layers."""
+        angle = positions_T.float()[:, None] * self.inv_freq
+        return (angle.cos() * self.scale)[:, None], (angle.sin() * self.scale)[:, None]
+
+
+def rotate(x_TXD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its position's angle."""
+    low, high = x_TXD.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x_TXD.dtype)
+
+
+def _frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [D/2] and the factor on cos and sin, for each kind of RopeConfig."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    base = 1.0 / (config.theta**steps)
+    if config.kind == "linear":
+        return base / config.factor, 1.0
+    if config.kind == "yarn":
+        return _yarn(config, head_dim, base)
+    return base, 1.0
+
+
+def _yarn(config: RopeConfig, head_dim: int, base: Tensor) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): slow dimensions are interpolated, fast ones kept, a linear ramp between."""
+    original = config.original_max_position_embeddings or 1
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    inv_freq = base / config.factor * ramp + base * (1 - ramp)
+    attention = config.attention_factor
+    if attention is None:
+        attention = 0.1 * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+    return inv_freq, attention

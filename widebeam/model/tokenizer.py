@@ -1,0 +1,61 @@
+"""Tokenizer and chat template, from the checkpoint alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from widebeam.errors import CheckpointError, InvalidRequest
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
+
+
+class Tokenizer:
+    """A thin face on Hugging Face's tokenizer. Methods are thread-safe for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # transformers raises many kinds
+            raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from None
+        self.has_chat_template = self._tokenizer.chat_template is not None
+        eos = self._tokenizer.eos_token_id
+        self.eos_token_ids: set[int] = set() if eos is None else {int(eos)}
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer | None:
+        """The folder's tokenizer, or None if it has none: then only token ids are accepted."""
+        return cls(folder) if any((folder / name).exists() for name in TOKENIZER_FILES) else None
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids as Hugging Face and SGLang make them. Added tokens spelt in the text become those tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of exactly this token, or None if the vocabulary lacks it."""
+        token_id = self._tokenizer.convert_tokens_to_ids(token)
+        if token_id is None or (token_id == self._tokenizer.unk_token_id and token != self._tokenizer.unk_token):
+            return None
+        return int(token_id)
+
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """The checkpoint's chat template over messages, ready for the assistant's turn, as token ids."""
+        if not self.has_chat_template:
+            raise InvalidRequest("the model has no chat template; send a prompt or input_ids", param="messages")
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, **({"add_generation_prompt": True} | options)
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+        return self.encode(text)
