@@ -59,18 +59,23 @@ def beam_search(
             considered = width if last or greedy or not stops else 2 * width
         margin = min(margin, gap(candidates, considered), gap(candidates, width))
         survivors: list[tuple[Prefix, float]] = []
-        for negative, rank, token in candidates[:considered]:
+        ended: list[tuple[int, Found]] = []  # with their place among the candidates
+        places: list[int] = []  # of the survivors
+        for place, (negative, rank, token) in enumerate(candidates[:considered]):
             sequence, cum = (*live[rank][0], token), -negative
             room = len(survivors) < width
             reason = ending(sequence, items, stops, last)
             if reason and room:
-                finished.append(Found(sequence, cum, final_score(cum, len(sequence)), reason))
+                ended.append((place, Found(sequence, cum, final_score(cum, len(sequence)), reason)))
             if not last and goes_on(sequence, items, stops) and room:
                 survivors.append((sequence, cum))
+                places.append(place)
         live = survivors
         if stops and not last and len(survivors) < width and len(candidates) >= considered:
-            finished += [Found(s, cum, final_score(cum, len(s)), "length") for s, cum in survivors]
+            for place, (sequence, cum) in zip(places, survivors, strict=True):
+                ended.append((place, Found(sequence, cum, final_score(cum, len(sequence)), "length")))
             live = []
+        finished += [one for _, one in sorted(ended, key=lambda pair: pair[0])]
     finished.sort(key=lambda one: -one.score)
     scores = [(-one.score,) for one in finished]
     return Answer(finished[:n], min(margin, gap(scores, n)))

@@ -41,7 +41,7 @@ class BeamState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.level = zeros()
+        self.level = zeros(1)  # one element: indexing with a 0-d tensor would be read back by the host
         self.cum_R = zeros(max_rows, dtype=torch.float32)
         self.token_R = zeros(max_rows)
         self.node_R = zeros(max_rows)

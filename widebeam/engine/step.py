@@ -108,7 +108,7 @@ def _decide(
     """
     order, segment = ordered.order_M, ordered.segment_M
     alive_M = found.score_M[order] > -torch.inf
-    width_M = wave.widths_LB1[state.level][segment]
+    width_M = wave.widths_LB1[state.level].squeeze(0)[segment]
     rank_M = torch.arange(order.shape[0], device=order.device) - ordered.start_S[segment]
     if not shape.finishing:
         nothing = torch.zeros_like(alive_M)
@@ -169,7 +169,7 @@ def _next_rows(
     """Write the survivors as the next level's rows. Beams are re-pathed, never copied."""
     R = shape.rows_out
     device = keep_M.device
-    width_B1 = torch.where(state.level < wave.levels_B1 - 1, wave.widths_LB1[state.level], 0)
+    width_B1 = torch.where(state.level < wave.levels_B1 - 1, wave.widths_LB1[state.level].squeeze(0), 0)
     offset_B1 = exclusive_cumsum(width_B1)
     dest_M = offset_B1[ordered.segment_M] + count_before(keep_M, ordered)
     pick_R, live_R = compact(keep_M, dest_M, ordered.order_M, R)
@@ -182,9 +182,8 @@ def _next_rows(
     state.token_R[:R].copy_(token_R)
     state.node_R[:R].copy_(torch.where(live_R, found.node_M[pick_R], 0))
     state.request_R[:R].copy_(torch.searchsorted(offset_B1[1:], row_R, right=True))
-    level = state.level.view(1)
-    state.token_JR[:, :R].index_copy_(0, level, token_R.int()[None])
-    state.logprob_JR[:, :R].index_copy_(0, level, found.logprob_M[pick_R][None])
+    state.token_JR[:, :R].index_copy_(0, state.level, token_R.int()[None])
+    state.logprob_JR[:, :R].index_copy_(0, state.level, found.logprob_M[pick_R][None])
 
 
 def _finish(

@@ -1,0 +1,72 @@
+"""The engine's scoring, selection and bookkeeping, run over a table of logits instead of a network.
+
+The network is the only thing left out: `hidden` are the logits themselves and the head is the identity, so that the
+float32 values on which the engine decides are known exactly.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.oracle import Found, Prefix
+from widebeam.constraints.trie import DeviceTrie
+from widebeam.engine.search import collect, prompt_arrays, wave_data
+from widebeam.engine.staging import to_device
+from widebeam.engine.state import BeamState
+from widebeam.engine.step import Core, advance
+from widebeam.engine.wave import Search, Wave
+from widebeam.model.layers import float32_linear
+
+
+class Table:
+    """Logits for any prefix, seeded; coarse values make ties common."""
+
+    def __init__(self, vocab_size: int, seed: int, step: float = 0.5) -> None:
+        self.vocab_size, self.seed, self.step = vocab_size, seed, step
+        self.config = SimpleNamespace(vocab_size=vocab_size)
+        self.head_VH = torch.eye(vocab_size)
+
+    def row(self, prefix: Prefix) -> Tensor:
+        rng = np.random.default_rng([self.seed, *prefix])
+        return torch.from_numpy(np.round(rng.normal(0, 1.5, self.vocab_size) / self.step) * self.step).float()
+
+    def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
+        return float32_linear(hidden, self.head_VH if head is None else head)
+
+
+def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> list[list[Found]]:
+    """Search all of them in one wave; table b answers for search b."""
+    model: Any = tables[0]
+    vocab_size = model.vocab_size
+    wave = Wave(searches, vocab_size, max_rows=4096)
+    device = torch.device("cpu")
+    state = BeamState(4096, 16, 16, device)
+    pool = SimpleNamespace(slots=lambda lease: np.zeros(0, dtype=np.int64))
+    core = Core(model, pool, None, state, -1)  # type: ignore[arg-type]
+    for search in searches:
+        search.lease = object()  # type: ignore[assignment]
+    data = wave_data(wave, to_device(wave.arrays() | prompt_arrays(core, wave), device), vocab_size)
+    trie = DeviceTrie(catalog, model.head_VH) if catalog is not None else None
+    state.start(data.num_requests, wave.requests)
+    for level, shape in enumerate(wave.shapes):
+        hidden = torch.zeros(shape.rows_in, vocab_size)
+        for row in range(shape.rows_in):
+            request = int(state.request_R[row])
+            if request < len(searches):
+                hidden[row] = tables[request].row(prefix_of(state, row, level))
+        advance(core, data, trie, shape, level, hidden)
+    outcomes = collect(core, wave)
+    return [
+        [Found(tuple(s.token_ids), s.cum_logprob, s.score, s.finish_reason) for s in outcome]  # type: ignore[union-attr]
+        for outcome in outcomes
+    ]
+
+
+def prefix_of(state: BeamState, row: int, level: int) -> Prefix:
+    """Tokens that a live row has decoded, by its path through the history."""
+    return tuple(int(state.token_JR[j, state.path_RJ[row, j]]) for j in range(level))

@@ -1,0 +1,109 @@
+"""A whole level is one graph: forward, head, normaliser, legality, selection, re-pathing; no break, no read-back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from widebeam.config import EngineConfig
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.trie import DeviceTrie
+from widebeam.engine import search as search_module
+from widebeam.engine import step
+from widebeam.engine.runtime import Runtime
+from widebeam.engine.scheduler import Job
+from widebeam.engine.wave import Search, bound_widths, join_factor
+from widebeam.model.config import load_model_config
+from widebeam.model.tokenizer import Tokenizer
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def make_runtime(checkpoint: Path, device: str) -> Runtime:
+    config = EngineConfig(
+        model=str(checkpoint), device=device, dtype="float32", max_wave_rows=256, max_beam_width=64, max_levels=32,
+        max_wave_tokens=512,
+    )  # fmt: skip
+    return Runtime(config, checkpoint, load_model_config(checkpoint), 512)
+
+
+def make_jobs(catalog: Catalog | None, normalizer: Any, stops: tuple[int, ...]) -> list[Job]:
+    jobs = []
+    for seed, widths in ((0, (5, 9, 4)), (1, (16, 16, 16))):
+        tokens = np.random.default_rng(seed).integers(0, 50, 20 + 30 * seed).astype(np.int32)
+        search = Search(
+            request_id=str(seed), token_ids=tokens, widths=bound_widths(widths, catalog, 64), num_returned=4,
+            catalog=catalog, normalizer=normalizer, stop_token_ids=stops, length_penalty=1.0,
+            join=join_factor(catalog, greedy=False, has_stops=bool(stops)),
+        )  # fmt: skip
+        jobs.append(Job(search, 0.0, None))
+    return jobs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("constrained", "normalizer", "stops"),
+    [(True, "level", ()), (True, "legal", ()), (True, "vocab", ()), (False, "vocab", ()), (False, "vocab", (2, 20))],
+)
+def test_a_level_traces_whole_and_gives_the_same(
+    checkpoint: Path, catalog_file: Path, device: str, constrained: bool, normalizer: Any, stops: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    runtime = make_runtime(checkpoint, device)
+    catalog = None
+    if constrained:
+        tokenizer = Tokenizer(checkpoint)
+        catalog = Catalog.load(catalog_file, token_id=tokenizer.token_id)
+        runtime.add_catalog(catalog)
+
+    def results() -> Any:
+        outcomes = runtime.run(make_jobs(catalog, normalizer, stops))
+        return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in outcomes]  # type: ignore[union-attr]
+
+    eager = results()
+    torch._dynamo.reset()
+    compiled = torch.compile(step.level_step, fullgraph=True, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr(search_module, "level_step", compiled)
+    assert results() == eager
+    explained = torch._dynamo.utils.counters["graph_break"]
+    assert not explained, explained
+    runtime.check_integrity()
+
+
+@pytest.mark.gpu
+def test_nothing_is_read_back_between_prefill_and_result(checkpoint: Path, catalog_file: Path) -> None:
+    """Every synchronising call in a wave but the last copy raises."""
+    runtime = make_runtime(checkpoint, "cuda")
+    catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
+    runtime.add_catalog(catalog)
+    runtime.run(make_jobs(catalog, "level", ()))
+    collect = search_module.collect
+
+    def allowed(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        return collect(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "collect", allowed)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outcomes = runtime.run(make_jobs(catalog, "level", ()))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(len(outcome.result.sequences) == 4 for outcome in outcomes)  # type: ignore[union-attr]
+
+
+def test_a_trie_costs_what_its_children_cost(checkpoint: Path, catalog_file: Path) -> None:
+    catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
+    trie = DeviceTrie(catalog, torch.zeros(64, 8))
+    index = catalog.index
+    nodes = torch.arange(int(index.level_start[1]), int(index.level_start[2]))
+    real_children = int((index.first_child[nodes + 1] - index.first_child[nodes]).sum())
+    row, child, real = trie.expand(nodes, torch.ones_like(nodes, dtype=torch.bool), real_children)
+    assert bool(real.all()) and real_children == index.nodes_at(2)
+    assert child.tolist() == list(range(int(index.level_start[2]), int(index.level_start[3])))
+    assert row.tolist() == sorted(row.tolist())

@@ -1,0 +1,186 @@
+"""Selection is exact, ties included: sequences, order and scores equal those of the plain oracle to the last bit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.table_search import Table, run
+from tests.oracle import Found, Prefix, beam_search
+from widebeam.constraints.catalog import Catalog
+from widebeam.engine.selection import compact, order_by_segment, row_top
+from widebeam.engine.wave import Search, bound_widths, join_factor
+
+VOCAB = 7
+
+
+def make_search(widths: tuple[int, ...], n: int, **fields: Any) -> Search:
+    catalog = fields.get("catalog")
+    stops = fields.get("stop_token_ids", ())
+    return Search(
+        request_id="x",
+        token_ids=np.zeros(1, dtype=np.int32),
+        widths=bound_widths(widths, catalog, VOCAB),
+        num_returned=n,
+        catalog=catalog,
+        normalizer=fields.get("normalizer", "vocab"),
+        join=join_factor(catalog, greedy=fields.get("greedy", False), has_stops=bool(stops)),
+        stop_token_ids=stops,
+        length_penalty=fields.get("length_penalty", 1.0),
+    )
+
+
+def float32_logprobs(table: Table, codebooks: list[list[int]] | None = None) -> Any:
+    """The very float32 log-probabilities that the engine sees, normalised over the vocabulary or the level's codes."""
+
+    def logprobs(prefix: Prefix) -> list[np.float32]:
+        logits = table.row(prefix)
+        among = logits if codebooks is None else logits[codebooks[len(prefix)]]
+        return list((logits - among.logsumexp(-1)).numpy())
+
+    return logprobs
+
+
+def final_score(penalty: float) -> Any:
+    return lambda cum, length: (torch.tensor(cum) / torch.tensor(float(length)) ** torch.tensor(penalty)).numpy()[()]
+
+
+def expect(table: Table, widths: tuple[int, ...], n: int, **fields: Any) -> list[Found]:
+    return beam_search(
+        float32_logprobs(table, fields.pop("codebooks", None)),
+        range(VOCAB),
+        widths,
+        n,
+        final_score=final_score(fields.pop("length_penalty", 1.0)),
+        zero=np.float32(0.0),  # type: ignore[arg-type]
+        **fields,
+    ).found
+
+
+def assert_identical(returned: list[Found], expected: list[Found]) -> None:
+    assert [one.tokens for one in returned] == [one.tokens for one in expected]
+    assert [one.reason for one in returned] == [one.reason for one in expected]
+    assert [np.float32(one.cum) for one in returned] == [np.float32(one.cum) for one in expected]
+    assert [np.float32(one.score) for one in returned] == [np.float32(one.score) for one in expected]
+
+
+widths_of = st.lists(st.integers(1, 20), min_size=1, max_size=4).map(lambda widths: tuple(widths))
+
+
+@settings(max_examples=150, deadline=None)
+@given(widths=widths_of, seed=st.integers(0, 10**6), data=st.data())
+def test_unconstrained(widths: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, widths[-1]))
+    table = Table(VOCAB, seed)
+    assert_identical(run([table], [make_search(widths, n)])[0], expect(table, widths, n))
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    widths=st.lists(st.integers(1, 8), min_size=2, max_size=5).map(tuple),
+    seed=st.integers(0, 10**6),
+    stops=st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
+    penalty=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    data=st.data(),
+)
+def test_stop_tokens(
+    widths: tuple[int, ...], seed: int, stops: set[int], penalty: float, data: st.DataObject
+) -> None:
+    n = data.draw(st.integers(1, widths[-1]))
+    table = Table(VOCAB, seed)
+    greedy = max(widths) == 1
+    fields: dict[str, Any] = {"greedy": greedy, "length_penalty": penalty}
+    search = make_search(widths, n, stop_token_ids=tuple(sorted(stops)), **fields)
+    expected = expect(table, widths, n, stops=frozenset(stops), **fields)
+    assert_identical(run([table], [search])[0], expected)
+
+
+def make_catalog(items: set[Prefix]) -> Catalog:
+    """A catalog whose SIDs are these token ids, by way of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "items.jsonl"
+        rows = [json.dumps({"item_id": i, "sid": list(item)}) for i, item in enumerate(sorted(items))]
+        path.write_text("\n".join(rows))
+        return Catalog.load(path, vocab_size=VOCAB)
+
+
+catalogs = st.sets(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(items=catalogs, width=st.integers(1, 30), seed=st.integers(0, 10**6), data=st.data())
+def test_catalogs_of_mixed_depth(items: set[Prefix], width: int, seed: int, data: st.DataObject) -> None:
+    """Crossing prefixes, singletons, SIDs that are prefixes of others, fewer items than beams."""
+    depth = max(len(item) for item in items)
+    widths = (width,) * depth
+    n = data.draw(st.integers(1, width))
+    table, catalog = Table(VOCAB, seed), make_catalog(items)
+    codebooks = [sorted({item[level] for item in items if len(item) > level}) for level in range(depth)]
+    search = make_search(widths, n, catalog=catalog, normalizer="level")
+    expected = expect(table, widths, n, items=items, codebooks=codebooks)
+    assert_identical(run([table], [search], catalog)[0], expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    plans=st.lists(
+        st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), st.booleans()),
+        min_size=2,
+        max_size=6,
+    ),
+    seed=st.integers(0, 10**6),
+)
+def test_a_wave_gives_what_each_search_gives_alone(plans: list[tuple[tuple[int, ...], bool]], seed: int) -> None:
+    """Different widths, schedules, lengths and stop sets in one wave do not touch each other."""
+    tables = [Table(VOCAB, seed + b) for b in range(len(plans))]
+
+    def searches() -> list[Search]:
+        return [
+            make_search(widths, widths[-1], stop_token_ids=(1, 4) if stops else (), greedy=max(widths) == 1)
+            for widths, stops in plans
+        ]
+
+    together = run(tables, searches())
+    for b, search in enumerate(searches()):
+        assert_identical(together[b], run([tables[b]], [search])[0])
+
+
+@given(
+    values=st.lists(st.sampled_from([-0.0, 0.0, -1.5, -2.0, 3.25, float("-inf")]), min_size=1, max_size=40),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_row_top_is_a_stable_sort(values: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(values)))
+    score, index = row_top(torch.tensor([values]), k)
+    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
+    assert index[0].tolist() == expected
+    assert score[0].tolist() == [values[i] for i in expected]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([-1.0, -2.0, -3.0])), min_size=1, max_size=50)
+)
+@settings(deadline=None)
+def test_order_by_segment_is_a_stable_sort(rows: list[tuple[int, float]]) -> None:
+    segment, score = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+    ordered = order_by_segment(score, segment, 4)
+    expected = sorted(range(len(rows)), key=lambda i: (rows[i][0], -rows[i][1], i))
+    assert ordered.order_M.tolist() == expected
+    for s in {row[0] for row in rows}:
+        assert int(ordered.start_S[s]) == sum(row[0] < s for row in rows)
+
+
+def test_compact_writes_only_what_is_kept() -> None:
+    source, filled = compact(torch.tensor([True, False, True]), torch.tensor([2, 0, 0]), torch.tensor([7, 8, 9]), 4)
+    assert source[filled].tolist() == [9, 7]
+    assert filled.tolist() == [True, False, True, False]
