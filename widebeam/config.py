@@ -50,13 +50,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     page_size: Annotated[int, Meta(ge=1, le=1024)] = 64
     """Tokens in a page of the context KV pool."""
     max_total_tokens: Positive | None = None
-    """Tokens that the context KV pool holds. By default what fits on a GPU; on a CPU, one wave or two prompts."""
+    """Tokens that the context KV pool holds. By default what fits on a GPU; on a CPU, one wave or one prompt."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights, KV pools and work space may take together."""
     beam_kv_tokens: Positive | None = None
     """Beam tokens that the beam KV pool holds; by default 4 for each row of a wave."""
-    seed: int = 0
-    """Reserved for sampling; the search itself is deterministic."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

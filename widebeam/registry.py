@@ -35,5 +35,5 @@ class Registry(Generic[T]):
         if isinstance(target, str):
             module, _, attribute = target.partition(":")
             target = getattr(importlib.import_module(module), attribute)
-            self._targets[name] = target  # type: ignore[assignment]
-        return target  # type: ignore[return-value]
+            self._targets[name] = target
+        return target

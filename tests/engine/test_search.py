@@ -23,7 +23,9 @@ MARGIN = 2e-5
 
 @pytest.fixture(scope="module")
 async def engine(checkpoint: Path, catalog_file: Path) -> AsyncIterator[Engine]:
-    async with Engine(str(checkpoint), catalog=str(catalog_file), device="cpu", max_wave_rows=512, max_beam_width=256) as engine:
+    async with Engine(
+        str(checkpoint), catalog=str(catalog_file), device="cpu", max_wave_rows=512, max_beam_width=256
+    ) as engine:
         yield engine
         await engine.check_integrity()
 

@@ -90,9 +90,7 @@ def test_unconstrained(widths: tuple[int, ...], seed: int, data: st.DataObject) 
     penalty=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     data=st.data(),
 )
-def test_stop_tokens(
-    widths: tuple[int, ...], seed: int, stops: set[int], penalty: float, data: st.DataObject
-) -> None:
+def test_stop_tokens(widths: tuple[int, ...], seed: int, stops: set[int], penalty: float, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, widths[-1]))
     table = Table(VOCAB, seed)
     greedy = max(widths) == 1
@@ -111,9 +109,7 @@ def make_catalog(items: set[Prefix]) -> Catalog:
         return Catalog.load(path, vocab_size=VOCAB)
 
 
-catalogs = st.sets(
-    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40
-)
+catalogs = st.sets(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40)
 
 
 @settings(max_examples=300, deadline=None)
@@ -167,9 +163,7 @@ def test_row_top_is_a_stable_sort(values: list[float], data: st.DataObject) -> N
     assert score[0].tolist() == [values[i] for i in expected]
 
 
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([-1.0, -2.0, -3.0])), min_size=1, max_size=50)
-)
+@given(rows=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([-1.0, -2.0, -3.0])), min_size=1, max_size=50))
 @settings(deadline=None)
 def test_order_by_segment_is_a_stable_sort(rows: list[tuple[int, float]]) -> None:
     segment, score = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])

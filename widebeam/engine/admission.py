@@ -6,6 +6,7 @@ import math
 import uuid
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,14 +35,15 @@ class Limits:
     wave: WaveLimits
 
 
-def check_params(params: SearchParams) -> SearchParams:
-    """Enforce the bounds that SearchParams declares; a Python caller can construct one past them."""
-    if not math.isfinite(params.length_penalty):
-        raise InvalidRequest("length_penalty must be a finite number", param="length_penalty")
+def make_params(fields: dict[str, Any]) -> SearchParams:
+    """SearchParams from plain values, with every declared bound enforced. Raises InvalidRequest."""
     try:
-        return msgspec.convert(msgspec.to_builtins(params), SearchParams)
+        params = msgspec.convert(fields, SearchParams)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from None
+    if not math.isfinite(params.length_penalty):
+        raise InvalidRequest("length_penalty must be a finite number", param="length_penalty")
+    return params
 
 
 def admit(

@@ -7,9 +7,8 @@ decided here, without touching the device.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +19,8 @@ import msgspec
 from widebeam.blocking import LoopThread
 from widebeam.config import EngineConfig, convert
 from widebeam.constraints.catalog import Catalog, Catalogs
-from widebeam.engine.admission import Limits, admit, check_params
+from widebeam.engine.admission import Limits, admit, make_params
+from widebeam.engine.prompts import Prompts
 from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import Recommendation, ranked_items
 from widebeam.engine.runtime import Runtime
@@ -72,22 +72,18 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig | str, **settings: Any) -> None:
-        if isinstance(config, str):
-            config = convert({"model": config} | settings, EngineConfig)
-        elif settings:
-            config = convert(msgspec.to_builtins(config) | settings, EngineConfig)
-        self.config: EngineConfig = config
+        base = {"model": config} if isinstance(config, str) else msgspec.to_builtins(config)
+        self.config: EngineConfig = convert(base | settings, EngineConfig)
         self.catalogs = Catalogs()
         self.state: State = "starting"
         self.model_config: ModelConfig
-        self.tokenizer: Tokenizer | None = None
         self.max_context_len = 0
+        self._prompts = Prompts(None)
         self._limits: Limits
         self._worker: Worker
         self._runtime: Runtime
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Job, asyncio.Future[SearchResult]] = {}
-        self._tokenising = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="widebeam-tokenise")
         self._blocking: LoopThread | None = None
         self._done = self._refused = 0
 
@@ -119,7 +115,7 @@ class Engine:
     def _read_checkpoint(self) -> Path:
         folder = resolve_checkpoint(self.config.model, self.config.revision)
         self.model_config = load_model_config(folder)
-        self.tokenizer = Tokenizer.load(folder)
+        self._prompts = Prompts(Tokenizer.load(folder))
         longest = self.model_config.max_position_embeddings
         self.max_context_len = self.config.max_context_len or longest
         if self.max_context_len > longest:
@@ -153,7 +149,7 @@ class Engine:
             self.state = "stopped"
         if hasattr(self, "_worker"):
             await asyncio.to_thread(self._worker.stop)
-        self._tokenising.shutdown(wait=False)
+        self._prompts.close()
 
     async def __aenter__(self) -> Engine:
         await self.start()
@@ -169,7 +165,7 @@ class Engine:
     async def submit(self, token_ids: Seq[int], params: SearchParams) -> SearchResult:
         """Search. Cancelling the awaiting task cancels the request. Raises RequestError."""
         self._check_ready()
-        params = check_params(params)
+        params = make_params(msgspec.to_builtins(params))  # the constructor of a struct checks nothing
         search, warnings = admit(token_ids, params, self.catalogs.get(params.catalog), self._limits)
         if len(self._waiting) >= self.config.max_waiting_requests:
             self._refused += 1
@@ -216,7 +212,7 @@ class Engine:
         if catalog is None:
             raise InvalidRequest("there is no catalog to recommend from", code="no_catalog", param="catalog")
         catalog.check_fields(fields)
-        if params.beam_width is None and params.policy is None:
+        if params.beam_width is None and (params.policy is None or params.policy.widths is None):
             width = min(max(self.config.default_beam_width, n), self.config.max_beam_width)
             params = msgspec.structs.replace(params, beam_width=width)
         given = {"history": history, "prompt": prompt, "messages": messages, "input_ids": input_ids}
@@ -229,7 +225,8 @@ class Engine:
         unknown: list[int | str] = []
         used = 0
         if history is not None:
-            token_ids, used, unknown = await self._render_history(catalog, history)
+            made = await self._prompts.render_history(catalog, history, self.max_context_len - catalog.depth)
+            token_ids, used, unknown = made.token_ids, made.num_used, made.unknown
             if unknown and unknown_items == "refuse":
                 raise InvalidRequest(f"unknown items in history: {unknown[:5]}", code="unknown_item", param="history")
         elif prompt is not None:
@@ -244,30 +241,14 @@ class Engine:
             result.warnings.append(f"{len(unknown)} history items are not in the catalog: {unknown[:5]}")
         return Recommendation(items=items, result=result, unknown_items=unknown, num_history=used)
 
-    async def _render_history(
-        self, catalog: Catalog, history: Seq[int | str]
-    ) -> tuple[list[int], int, list[int | str]]:
-        template = catalog.template
-        if template is None:
-            raise InvalidRequest(
-                f"catalog {catalog.name!r} has no history template; add one to its header, or send a prompt",
-                code="no_template",
-                param="history",
-            )
-        room = self.max_context_len - catalog.depth
-        made = await self._off_loop(lambda: template.render(catalog, history, self._encoder().encode, room))
-        return made.token_ids, made.num_used, made.unknown
-
-    def generate(
-        self, prompt: Prompt | Seq[Prompt], **params: Any
-    ) -> SearchResult | list[SearchResult]:
+    def generate(self, prompt: Prompt | Seq[Prompt], **params: Any) -> SearchResult | list[SearchResult]:
         """Search and block until done: for notebooks, scripts and benchmarks. Starts the engine when needed.
 
         `prompt` is a text, a list of token ids, or a list of either; `params` are the fields of SearchParams.
         """
         single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
         prompts: list[Any] = [prompt] if single else list(prompt)
-        wanted = msgspec.convert(params, SearchParams)
+        wanted = make_params(params)
 
         async def one(item: Prompt) -> SearchResult:
             return await self.submit(await self.encode(item) if isinstance(item, str) else item, wanted)
@@ -275,46 +256,52 @@ class Engine:
         async def run() -> list[SearchResult]:
             return list(await asyncio.gather(*(one(item) for item in prompts)))
 
-        results = self._run_blocking(run())
+        results = self.run(run())
         return results[0] if single else results
 
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Block until a coroutine of this engine is done, on a private event loop: `engine.run(engine.recommend(..))`.
+
+        Starts the engine when needed; `close` ends it. An engine that runs on an event loop already refuses.
+        """
+        if self._blocking is None:
+            if self._loop is not None:
+                coroutine.close()
+                raise RuntimeError("this engine runs on an event loop already: await there")
+            self._blocking = LoopThread("widebeam-engine")
+            try:
+                self._blocking.run(self.start())
+            except BaseException:
+                coroutine.close()
+                self._blocking.close()
+                raise
+        return self._blocking.run(coroutine)
+
     def close(self) -> None:
-        """Stop an engine that `generate` started."""
+        """Stop an engine that `run` or `generate` started."""
         if self._blocking is not None:
             self._blocking.run(self.stop())
             self._blocking.close()
             self._blocking = None
 
-    def _run_blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._blocking is None:
-            if self._loop is not None:
-                coroutine.close()
-                raise RuntimeError("this engine runs on an event loop already: await submit() there")
-            self._blocking = LoopThread("widebeam-engine")
-            self._blocking.run(self.start())
-        return self._blocking.run(coroutine)
-
     # Text
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer, if it has one."""
+        return self._prompts.tokenizer
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text, made off the event loop."""
-        return await self._off_loop(lambda: self._encoder().encode(text))
+        return await self._prompts.encode(text)
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a chat by the checkpoint's template, made off the event loop."""
-        return await self._off_loop(lambda: self._encoder().render_chat(messages, **options))
+        return await self._prompts.render_chat(messages, **options)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; empty without a tokenizer."""
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if self.tokenizer else ""
-
-    def _encoder(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest("the model has no tokenizer: send input_ids", code="no_tokenizer", param="input_ids")
-        return self.tokenizer
-
-    async def _off_loop(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenising, function)
+        return self._prompts.decode(ids, skip_special_tokens=skip_special_tokens)
 
     # State
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import SearchResult, Sequence
+
+if TYPE_CHECKING:
+    from widebeam.constraints.catalog import Catalog
 
 
 class Item(msgspec.Struct, kw_only=True):

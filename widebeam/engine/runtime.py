@@ -73,9 +73,7 @@ class Runtime:
         started = time.perf_counter()
         self._model = load_model(folder, model_config, self.dtype, self.device)
         backend = BACKENDS.get("torch" if config.attention_backend == "auto" else config.attention_backend)
-        self.plan = backend(
-            config=model_config, page_size=config.page_size, dtype=self.dtype, device=self.device
-        )
+        self.plan = backend(config=model_config, page_size=config.page_size, dtype=self.dtype, device=self.device)
         self._handle = register_plan(self.plan)
         rows = max(config.max_wave_rows, rung(config.max_wave_requests))
         self._state = BeamState(rows, rung(config.max_wave_requests), config.max_levels, self.device)

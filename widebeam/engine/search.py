@@ -100,9 +100,7 @@ def prompt_arrays(core: Core, wave: Wave) -> dict[str, np.ndarray]:
         "positions_T": np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
         "slots_T": np.concatenate([core.context.slots(search.lease) for search in searches if search.lease]),
         "last_B": last_B,
-        "stop_B": np.array(
-            [b for b, search in enumerate(searches) for _ in search.stop_token_ids], dtype=np.int64
-        ),
+        "stop_B": np.array([b for b, search in enumerate(searches) for _ in search.stop_token_ids], dtype=np.int64),
         "stop_token": np.array([token for search in searches for token in search.stop_token_ids], dtype=np.int64),
     }
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+
 class Candidates(NamedTuple):
     """M possible continuations, ordered by parent row and then token id within a row of equal score."""
 

@@ -39,12 +39,12 @@ class LevelShape(NamedTuple):
 
     @property
     def path_columns(self) -> int:
-        """Columns of BeamPath in use: the tokens looked back on and the one chosen now. At least one more than a rung."""
+        """Columns of BeamPath in use: the tokens looked back on, and the one chosen now."""
         return 2 * self.depth
 
 
 def rung(size: int, limit: int | None = None) -> int:
-    """The next size of the ladder 1, 2, 3, 4, 6, 8, 12, 16, 24, .. (never beyond `limit`): at most a third is padding."""
+    """The next size of the ladder 1, 2, 3, 4, 6, 8, 12, 16, 24, .., never beyond `limit`: at most a third is padding."""
     if size <= 2:
         return max(size, 1)
     power = 1 << (size - 1).bit_length()

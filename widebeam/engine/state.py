@@ -30,8 +30,8 @@ class Finished(NamedTuple):
 
     def head(self, places: int, columns: int) -> Finished:
         """Views of the first places and, of paths, the first columns."""
-        *flat, path = (array[:places] for array in self)
-        return Finished(*flat, path[:, :columns])
+        views = Finished(*(array[:places] for array in self))
+        return views._replace(path=views.path[:, :columns])
 
 
 class BeamState:

@@ -58,9 +58,7 @@ def forward_rows(core: Core, wave: WaveData, shape: LevelShape) -> Tensor:
 
     def attend(layer: int, q_RQD: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
         core.beams.write(layer, own_R, k_RKD, v_RKD)
-        out_RQD, lse_RQ = context_attention(
-            q_RQD, core.context.k_NPSKD[layer], core.context.v_NPSKD[layer], core.plan
-        )
+        out_RQD, lse_RQ = context_attention(q_RQD, core.context.k_NPSKD[layer], core.context.v_NPSKD[layer], core.plan)
         k_RJKD, v_RJKD = core.beams.read(layer, slots_RJ)
         return merge_beam_keys(q_RQD, out_RQD, lse_RQ, k_RJKD, v_RJKD, seen_RJ, scale)
 

@@ -8,14 +8,17 @@ Letters: B requests, T packed prompt tokens, L levels, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import Normalizer
 from widebeam.engine.shapes import LevelShape, depth_rung, rung
-from widebeam.kv.beam import BeamLease
-from widebeam.kv.context import ContextLease
+
+if TYPE_CHECKING:
+    from widebeam.kv.beam import BeamLease
+    from widebeam.kv.context import ContextLease
 
 ALL_CANDIDATES = 1 << 32
 """A join factor that no candidate list reaches."""

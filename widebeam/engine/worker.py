@@ -133,7 +133,7 @@ class Worker:
         return [Outcome(job, failure) for job in jobs]
 
     def _answer_if_ended(self) -> None:
-        """Fail what lies in the inbox of an ended thread. Called by both sides, so that nothing is left between them."""
+        """Fail what lies in the inbox of an ended thread. Both sides call it, so that nothing is left between them."""
         while self._end is not None:
             try:
                 message = self._inbox.get_nowait()

@@ -1,0 +1,44 @@
+"""One engine with a catalog and one without, each behind a server, for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+from tests.http.service import Service, running_service
+
+
+@pytest.fixture(scope="session")
+def shared_service(checkpoint: Path, catalog_file: Path) -> Iterator[Service]:
+    with running_service(checkpoint, catalog_file) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def shared_bare_service(checkpoint: Path) -> Iterator[Service]:
+    with running_service(checkpoint, None) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared_service: Service) -> Iterator[Service]:
+    """With a catalog. Afterwards nothing may be left behind in the engine."""
+    yield shared_service
+    shared_service.check()
+
+
+@pytest.fixture
+def bare_service(shared_bare_service: Service) -> Iterator[Service]:
+    """Without a catalog. Afterwards nothing may be left behind in the engine."""
+    yield shared_bare_service
+    shared_bare_service.check()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_blocking_calls() -> Iterator[None]:
+    """A call from our code that blocks an event loop raises."""
+    with blockbuster_ctx("widebeam"):
+        yield

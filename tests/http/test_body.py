@@ -1,0 +1,113 @@
+"""Decoding: what is refused, how it is named, and which values ask for nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from widebeam.errors import InvalidRequest
+from widebeam.http.body import Neutral, decode, event_stream, known_fields, refuse_unsupported
+
+OFF: Neutral = {"grammar": (), "offset": (-1,), "metrics": (True,)}
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    width: int = 1
+
+
+@known_fields(OFF, labels=("tag",))
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    n: Annotated[int, Meta(ge=1, le=8)] = 1
+    rate: float | None = None
+    text: str | None = None
+    inner: Inner | None = None
+    items: list[Inner] = []
+
+
+DECODER = msgspec.json.Decoder(Body)
+
+
+def refusal(body: bytes) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        refuse_unsupported(decode(DECODER, body), OFF)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b'{"n": 9}', "invalid_request", "n"),
+        (b'{"n": "1"}', "invalid_request", "n"),
+        (b'{"n": 1.5}', "invalid_request", "n"),
+        (b'{"n": ' + b"9" * 4000 + b"}", "invalid_request", "n"),
+        (b'{"rate": 1e999}', "invalid_request", "rate"),
+        (b'{"rate": NaN}', "malformed_json", None),
+        (b'{"rate": -Infinity}', "malformed_json", None),
+        (b'{"items": [{}, {"width": null}]}', "invalid_request", "items[1].width"),
+        (b'{"witdh": 1}', "unknown_field", "witdh"),
+        (b'{"inner": {"widht": 1}}', "unknown_field", "inner.widht"),
+        (b"[]", "invalid_request", None),
+        (b"", "malformed_json", None),
+        (b'{"n": 1', "malformed_json", None),
+        (b'{"n": 1} {}', "malformed_json", None),
+        (b'{"text": "\\ud800"}', "malformed_json", None),
+        (b'{"text": "\xff"}', "malformed_utf8", None),
+        (b'{"tag": "\xc3\x28"}', "malformed_utf8", None),
+        (b'{"grammar": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "malformed_json", None),
+        (b'{"grammar": ' + b"[" * 200 + b"]" * 200 + b"}", "unsupported_field", "grammar"),
+        (b'{"grammar": "\\ud800"}', "malformed_json", None),
+        (b'{"grammar": 1e999}', "unsupported_field", "grammar"),
+    ],
+)
+def test_refusals_name_the_field(body: bytes, code: str, param: str | None) -> None:
+    error = refusal(body)
+    assert (error.code, error.param) == (code, param)
+
+
+def test_an_unknown_field_gets_a_hint() -> None:
+    assert "did you mean 'metrics'" in refusal(b'{"metric": true}').message
+
+
+@pytest.mark.parametrize("value", ["null", "false", '""', "[]", "{}", "[null, false]"])
+@pytest.mark.parametrize("name", ["grammar", "offset"])
+def test_values_that_ask_for_nothing(name: str, value: str) -> None:
+    refuse_unsupported(decode(DECODER, f'{{"{name}": {value}}}'.encode()), OFF)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fine"),
+    [
+        ("offset", "-1", True),
+        ("offset", "[-1, -1, null]", True),
+        ("offset", "0", False),
+        ("offset", "[-1, 3]", False),
+        ("metrics", "true", True),
+        ("metrics", "null", True),
+        ("metrics", "1", False),
+        ("metrics", "false", False),
+        ("grammar", "0", False),
+        ("grammar", "true", False),
+        ("grammar", '"x"', False),
+        ("grammar", '{"x": 1}', False),
+    ],
+)
+def test_values_of_fields_without_effect(name: str, value: str, fine: bool) -> None:
+    body = f'{{"{name}": {value}}}'.encode()
+    if fine:
+        refuse_unsupported(decode(DECODER, body), OFF)
+    else:
+        error = refusal(body)
+        assert (error.code, error.param) == ("unsupported_field", name)
+
+
+def test_a_label_may_hold_anything() -> None:
+    refuse_unsupported(decode(DECODER, b'{"tag": {"team": ["a", 1]}}'), OFF)
+
+
+def test_event_stream_has_one_line_for_each_event() -> None:
+    response = event_stream([{"text": "a\nb"}, {"text": ""}])
+    assert response.body == b'data: {"text":"a\\nb"}\n\ndata: {"text":""}\n\ndata: [DONE]\n\n'
+    assert response.content_type == "text/event-stream"

@@ -1,0 +1,242 @@
+"""Life cycle: ports, drain, signals, overload, unforeseen errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.http.service import Service, running_service, until, wait_until
+from widebeam.config import Config, EngineConfig, ServerConfig
+from widebeam.engine import engine as engine_module
+from widebeam.errors import CheckpointError, ConfigError
+from widebeam.http.server import Server, serve
+
+GOOD = {"input_ids": [7, 11, 30], "n": 2}
+
+
+def test_drain_answers_what_is_in_flight_and_refuses_the_rest(checkpoint: Path, catalog_file: Path) -> None:
+    with running_service(checkpoint, catalog_file) as service, ThreadPoolExecutor(2) as pool:
+        with service.held():
+            accepted = pool.submit(service.post, "/v1/recommend", GOOD)
+            wait_until(lambda: service.engine.stats().requests_in_flight == 1)
+            drained = pool.submit(lambda: service.thread.run(service.server.drain()))
+            wait_until(lambda: service.engine.state == "draining")
+            refused = service.post("/v1/recommend", GOOD)
+            assert (refused.status, refused.json["error"]["code"]) == (503, "draining")
+            assert refused.json["error"]["retryable"] is True
+            assert refused.headers["connection"] == "close" and int(refused.headers["retry-after"]) >= 1
+            assert service.get("/ready").status == 503
+            assert service.get("/health").status == 200
+            assert not drained.done()
+        assert accepted.result(10).status == 200
+        assert drained.result(10) is True
+
+
+def test_a_drain_that_takes_too_long_answers_503(checkpoint: Path, catalog_file: Path) -> None:
+    with (
+        running_service(checkpoint, catalog_file, drain_timeout_s=0.05) as service,
+        ThreadPoolExecutor(2) as pool,
+        service.held(),
+    ):
+        accepted = pool.submit(service.post, "/v1/recommend", GOOD)
+        wait_until(lambda: service.engine.stats().requests_in_flight == 1)
+        assert service.thread.run(service.server.drain()) is False
+        stopped = pool.submit(lambda: service.thread.run(service.engine.stop()))
+        wait_until(lambda: service.engine.state == "stopped")
+        assert not stopped.done()
+    answer = accepted.result(10)
+    assert (answer.status, answer.json["error"]["code"]) == (503, "engine_dead")
+
+
+def test_overload_is_429_with_retry_after(checkpoint: Path, catalog_file: Path) -> None:
+    with running_service(checkpoint, catalog_file) as service, ThreadPoolExecutor(4) as pool:
+        with service.held():
+            limit = service.engine.config.max_waiting_requests
+            batch = {"input_ids": [[7]] * limit, "sampling_params": {"n": 2}}
+            accepted = pool.submit(service.post, "/generate", batch)
+            wait_until(lambda: service.engine.stats().requests_in_flight == limit)
+            for path in ("/v1/recommend", "/generate", "/v1/chat/completions"):
+                answer = service.post(path, {"input_ids": [7]})
+                assert (answer.status, answer.json["error"]["code"]) == (429, "overloaded")
+                assert int(answer.headers["retry-after"]) >= 1
+            assert service.get("/health").status == 200
+        assert accepted.result(60).status == 200
+
+
+def test_an_unforeseen_error_is_a_fixed_text(service: Service, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    async def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("secret detail of /srv/path")
+
+    monkeypatch.setattr(service.engine, "submit", broken)
+    answer = service.post("/v1/recommend", GOOD)
+    assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in answer.content.decode()
+    request_id = answer.headers["x-request-id"]
+    assert request_id in answer.json["error"]["message"]
+    assert any(request_id in record.getMessage() and record.exc_info for record in caplog.records)
+
+
+async def test_a_taken_port_is_a_config_error(service: Service) -> None:
+    host, port = service.address
+    with pytest.raises(ConfigError, match=f"port {port}"):
+        await Server(service.engine, ServerConfig(host=host, port=port)).start()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="needs IPv6")
+async def test_ipv6_urls_have_brackets(service: Service) -> None:
+    server = Server(service.engine, ServerConfig(host="::1", port=0))
+    await server.start()
+    try:
+        assert re.fullmatch(r"http://\[::1\]:\d+", server.url)
+    finally:
+        await server.stop()
+
+
+# The whole process, inside this one: signals go to the test's own event loop.
+
+
+@pytest.fixture
+async def serving(
+    checkpoint: Path, catalog_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> AsyncIterator[Callable[..., Any]]:
+    engines: list[engine_module.Engine] = []
+
+    class Remembered(engine_module.Engine):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            engines.append(self)
+
+    monkeypatch.setattr(engine_module, "Engine", Remembered)
+
+    async def start(**server: Any) -> tuple[asyncio.Task[int], str, engine_module.Engine]:
+        config = Config(
+            engine=EngineConfig(model=str(checkpoint), catalog=str(catalog_file), device="cpu"),
+            server=ServerConfig(port=0, **server),
+        )
+        task = asyncio.create_task(serve(config))
+        out = ""
+        while "ready on" not in out:
+            await asyncio.sleep(0.01)
+            out += capsys.readouterr().out
+            assert not task.done()
+        return task, out.split("ready on ")[1].strip(), engines[0]
+
+    yield start
+
+
+async def test_sigterm_drains_and_exits_0(serving: Callable[..., Any]) -> None:
+    task, url, engine = await serving()
+    async with aiohttp.ClientSession(url) as session:
+        async with session.post("/v1/recommend", json=GOOD) as response:
+            assert response.status == 200
+        posts = [asyncio.create_task(_status(session)) for _ in range(8)]
+        await until(lambda: engine.stats().requests_in_flight + engine.stats().requests_done == 9)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.gather(*posts) == [200] * 8
+        assert await asyncio.wait_for(task, 10) == 0
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await session.get("/health")
+    assert engine.state == "stopped"
+
+
+async def _status(session: aiohttp.ClientSession) -> int:
+    async with session.post("/v1/recommend", json=GOOD) as response:
+        return response.status
+
+
+async def test_a_second_signal_stops_at_once(serving: Callable[..., Any]) -> None:
+    task, url, engine = await serving(drain_timeout_s=60.0)
+    release = threading.Event()
+    engine._worker.call(lambda _: release.wait(30))
+    async with aiohttp.ClientSession(url) as session:
+        post = asyncio.create_task(_status(session))
+        await until(lambda: engine.stats().requests_in_flight == 1)
+        os.kill(os.getpid(), signal.SIGINT)
+        await until(lambda: engine.state == "draining")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: engine.state == "stopped")
+        release.set()
+        assert await post == 503
+        assert await asyncio.wait_for(task, 10) == 128 + signal.SIGTERM
+
+
+async def test_a_bad_checkpoint_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        await serve(Config(engine=EngineConfig(model=str(tmp_path), device="cpu"), server=ServerConfig(port=0)))
+
+
+def test_as_a_process_on_uvloop(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> None:
+    """`run` in a process of its own: it says where it listens, answers, and exits with 0 on SIGTERM."""
+    program = (
+        "import sys\n"
+        "from widebeam.config import Config, EngineConfig, ServerConfig\n"
+        "from widebeam.http.server import run\n"
+        "engine = EngineConfig(model=sys.argv[1], catalog=sys.argv[2], device='cpu')\n"
+        "sys.exit(run(Config(engine=engine, server=ServerConfig(port=0))))\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(checkpoint), str(catalog_file)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(root)},
+        ) as process,
+    ):
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("ready on http://127.0.0.1:"), (tmp_path / "log").read_text()
+        host, port = line.removeprefix("ready on http://").strip().split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            body = json.dumps(GOOD).encode()
+            sock.sendall(b"POST /v1/recommend HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert sock.recv(65536).startswith(b"HTTP/1.1 200 OK")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert sock.recv(10) == b""
+    assert "/v1/recommend 200 ok" in (tmp_path / "log").read_text()
+
+
+LOADING_FOR_EVER = """
+import asyncio, sys, time, types
+from widebeam.config import Config, EngineConfig, ServerConfig
+
+class Engine:
+    state = "starting"
+    def __init__(self, config): self.config = config
+    async def start(self):
+        print("loading", flush=True)
+        await asyncio.to_thread(time.sleep, 60)
+
+sys.modules["widebeam.engine.engine"] = types.SimpleNamespace(Engine=Engine)
+from widebeam.http.server import run
+run(Config(engine=EngineConfig(model="m"), server=ServerConfig(port=0)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_process_that_is_still_loading(number: signal.Signals) -> None:
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADING_FOR_EVER], stdout=subprocess.PIPE, text=True, cwd=root
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(number)
+        assert process.wait(20) == -number

@@ -1,0 +1,126 @@
+"""The command line as a user types it, in processes of its own; and where settings come from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from widebeam.config import Config, EngineConfig, ServerConfig
+from widebeam.errors import ConfigError
+from widebeam.settings import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def widebeam(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "widebeam", *map(str, arguments)], cwd=ROOT, text=True, capture_output=True, check=False,
+        env=os.environ | environment, timeout=100,
+    )  # fmt: skip
+
+
+def test_generate_recommends(checkpoint: Path, catalog_file: Path) -> None:
+    done = widebeam(
+        "generate", checkpoint, "--catalog", catalog_file, "--history", "item-1", "item-2", "--n", 3,
+        "--fields", "title", "--device", "cpu",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    items = json.loads(done.stdout)
+    assert len(items) == 3 and all(item["metadata"]["title"].startswith("Title ") for item in items)
+    assert items[0]["score"] >= items[1]["score"] >= items[2]["score"]
+
+
+def test_generate_without_a_catalog_gives_text(checkpoint: Path) -> None:
+    done = widebeam("generate", checkpoint, "--prompt", "watched <a_1>", "--n=2", "--max-new-tokens=2", "--device=cpu")
+    assert done.returncode == 0, done.stderr
+    sequences = json.loads(done.stdout)
+    assert [len(s["token_ids"]) for s in sequences] == [2, 2] and sequences[0]["text"]
+
+
+def test_bad_requests_and_starts_are_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    done = widebeam("generate", checkpoint, "--input-ids", 9999, "--device", "cpu")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1) and "9999" in done.stderr
+    done = widebeam("serve", tmp_path / "nothing")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "nothing" in done.stderr
+    done = widebeam("serve")
+    assert done.returncode == 2 and "no model" in done.stderr
+    done = widebeam("srve")
+    assert done.returncode == 2 and "srve" in done.stderr
+
+
+def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> None:
+    done = widebeam("catalog", "inspect", catalog_file, "--model", checkpoint)
+    assert done.returncode == 0 and "60 under" in done.stdout, done.stderr
+    assert widebeam("catalog", "validate", catalog_file).returncode == 0
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"item_id": 1, "sid": [1]}\n{"item_id": 2, "sid": [-2]}\n{"item_id": 3}\n')
+    done = widebeam("catalog", "validate", bad)
+    assert done.returncode == 2
+    assert "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
+
+
+def test_check_names_what_is_missing() -> None:
+    done = widebeam("check")
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[0] for line in done.stdout.splitlines()} >= {"python", "torch", "cpu", "flashinfer", "triton"}
+
+
+def test_help_and_version() -> None:
+    import widebeam as package
+
+    assert "serve MODEL" in widebeam("--help").stdout
+    assert widebeam("--version").stdout.strip() == package.__version__
+    done = widebeam("serve", "--help")
+    assert done.returncode == 0 and "--max-beam-width" in done.stdout and "--drain-timeout-s" in done.stdout
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "widebeam.toml"
+    file.write_text('[engine]\nmodel = "a"\npage_size = 16\nmax_levels = 8\n[server]\nport = 1\n')
+    environment = {"WIDEBEAM_PAGE_SIZE": "32", "WIDEBEAM_PORT": "2", "OTHER": "x"}
+    config = parse(Config, ["--config", str(file), "--port", "3"], "widebeam serve", environment)
+    assert (config.engine.model, config.engine.max_levels) == ("a", 8)
+    assert (config.engine.page_size, config.server.port) == (32, 3)
+    assert parse(Config, ["b", f"--config={file}"], "widebeam serve", {}).engine.model == "b"
+
+
+def test_vllm_spelling() -> None:
+    assert parse(Config, ["m", "--max-model-len", "77"], "widebeam serve", {}).engine.max_context_len == 77
+    assert parse(Config, ["m", "--max-model-len=77"], "widebeam serve", {}).engine.max_context_len == 77
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["m", "--page-size", "0"], {}, "page_size"),
+        (["m", "--max-beam-width", "5001"], {}, "max_beam_width"),
+        (["m"], {"WIDEBEAM_PAGESIZE": "3"}, "WIDEBEAM_PAGESIZE"),
+        (["m"], {"WIDEBEAM_PAGE_SIZE": "many"}, "WIDEBEAM_PAGE_SIZE"),
+        (["m", "--config", "/nowhere.toml"], {}, "nowhere"),
+        (["m", "--config"], {}, "--config"),
+        ([], {}, "no model"),
+    ],
+)
+def test_bad_settings_are_named(arguments: list[str], environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(Config, arguments, "widebeam serve", environment)
+
+
+def test_unknown_keys_of_the_file_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "widebeam.toml"
+    file.write_text('[engine]\nmodel = "a"\npagesize = 16\n')
+    with pytest.raises(ConfigError, match="pagesize"):
+        parse(Config, ["--config", str(file)], "widebeam serve", {})
+
+
+def test_no_setting_is_spelt_twice() -> None:
+    """Flags and environment variables drop the section, so names must be unique over all sections."""
+    fields = [field.name for struct in (EngineConfig, ServerConfig) for field in msgspec.structs.fields(struct)]
+    assert len(fields) == len(set(fields))

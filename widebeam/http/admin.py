@@ -1,0 +1,109 @@
+"""GET routes: models, health, facts about the server, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client.aiohttp import make_aiohttp_handler
+
+import widebeam
+from widebeam.engine.request import NO_CATALOG, SearchParams
+from widebeam.errors import NotFound
+from widebeam.http.body import json_response
+from widebeam.http.keys import ENGINE, METRICS, REQUEST_ID, SERVER_CONFIG, STARTED_AT, served_name, working_engine
+from widebeam.http.protocol import Health, ModelCard, ModelList
+
+_ALIVE = ("ready", "draining")
+_PROBE_TIMEOUT_MS = 20_000
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The one model, in OpenAI's form with SGLang's `max_model_len`."""
+    return json_response(ModelList(data=[_card(request)]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    name = request.match_info["id"]
+    if name != served_name(request):
+        raise NotFound(f"the model {name!r} does not exist", code="model_not_found", param="model")
+    return json_response(_card(request))
+
+
+def _card(request: web.Request) -> ModelCard:
+    engine = working_engine(request)
+    name = served_name(request)
+    created = int(request.app[STARTED_AT])
+    return ModelCard(id=name, created=created, max_model_len=engine.max_context_len, root=engine.config.model)
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while the engine is alive, draining included; 503 while it starts and when it has stopped or failed."""
+    return _state(request, _ALIVE)
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 while new work is accepted, else 503."""
+    return _state(request, ("ready",))
+
+
+def _state(request: web.Request, good: tuple[str, ...]) -> web.Response:
+    state = request.app[ENGINE].state
+    return json_response(Health(status=state), status=200 if state in good else 503)
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """Generate one token: 200 if the whole path works."""
+    engine = working_engine(request)
+    params = SearchParams(
+        max_new_tokens=1, catalog=NO_CATALOG, timeout_ms=_PROBE_TIMEOUT_MS, request_id=request[REQUEST_ID]
+    )
+    await engine.submit([0], params)
+    return _state(request, ("ready",))
+
+
+async def model_info(request: web.Request) -> web.Response:
+    """SGLang's facts about the model, for clients that look for a tokenizer."""
+    engine = working_engine(request)
+    model = engine.config.model
+    return json_response(
+        {
+            "model_path": model,
+            "served_model_name": served_name(request),
+            "tokenizer_path": None if engine.tokenizer is None else model,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "load_format": "safetensors",
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "disaggregation_mode": None,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": engine.model_config.model_type,
+            "architectures": [f"{engine.model_config.model_type.capitalize()}ForCausalLM"],
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """The effective settings and the engine's statistics, flat, as SGLang's clients read them."""
+    engine = working_engine(request)
+    stats = msgspec.to_builtins(engine.stats())
+    facts: dict[str, Any] = {
+        **msgspec.to_builtins(engine.config),
+        **msgspec.to_builtins(request.app[SERVER_CONFIG]),
+        "served_model_name": served_name(request),
+        "max_context_len": engine.max_context_len,
+        "catalogs": engine.catalogs.names(),
+        "started_at": request.app[STARTED_AT],
+        "version": widebeam.__version__,
+        "internal_states": [stats],
+    }
+    return json_response(facts)
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """Prometheus' text form."""
+    return await make_aiohttp_handler(request.app[METRICS].registry, disable_compression=True)(request)

@@ -1,0 +1,49 @@
+"""Builds the aiohttp application: routes, middleware, shared state."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from widebeam.config import ServerConfig
+from widebeam.http import admin
+from widebeam.http.chat import chat_completions
+from widebeam.http.generate import generate
+from widebeam.http.keys import ENGINE, IN_FLIGHT, METRICS, SERVER_CONFIG, STARTED_AT, InFlight
+from widebeam.http.metrics import Metrics
+from widebeam.http.middleware import around
+from widebeam.http.recommend import recommend
+
+if TYPE_CHECKING:
+    from widebeam.engine.engine import Engine
+
+
+def build_app(engine: Engine, config: ServerConfig) -> web.Application:
+    """The application over an engine that may still be starting. Needs a running event loop."""
+    app = web.Application(middlewares=[around], client_max_size=config.max_body_bytes)
+    app[ENGINE] = engine
+    app[SERVER_CONFIG] = config
+    app[METRICS] = Metrics(engine)
+    app[IN_FLIGHT] = InFlight()
+    app[STARTED_AT] = time.time()
+    app.add_routes(
+        [
+            web.post("/v1/recommend", recommend),
+            web.post("/generate", generate),
+            web.put("/generate", generate),
+            web.post("/v1/chat/completions", chat_completions),
+            web.get("/v1/models", admin.list_models),
+            web.get("/v1/models/{id:.+}", admin.show_model),
+            web.get("/health", admin.health),
+            web.get("/ready", admin.ready),
+            web.get("/health_generate", admin.health_generate),
+            web.get("/model_info", admin.model_info),
+            web.get("/get_model_info", admin.model_info),
+            web.get("/server_info", admin.server_info),
+            web.get("/get_server_info", admin.server_info),
+            web.get("/metrics", admin.metrics),
+        ]
+    )
+    return app

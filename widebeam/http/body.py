@@ -1,0 +1,140 @@
+"""From the bytes of a request to a typed struct, within bounds of time and size; and back."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+from aiohttp import hdrs, web
+
+from widebeam.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
+from widebeam.http.keys import SERVER_CONFIG
+
+S = TypeVar("S", bound=msgspec.Struct)
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Field name -> values at which the field asks for nothing, beside null, the empty ones and, unless true is among
+them, false."""
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_LONGEST_NEUTRAL_BYTES = 16_384  # a list of defaults, one for each prompt of a batch
+_PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`$")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]*)`")
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. Raises PayloadTooLarge over `max_body_bytes`, RequestTimeout after `body_timeout_s`."""
+    config = request.app[SERVER_CONFIG]
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
+    if encoding.lower() != "identity":
+        raise InvalidRequest(
+            f"content-encoding {encoding!r} is not supported: send the body uncompressed",
+            code="unsupported_content_encoding",
+        )
+    too_large = PayloadTooLarge(f"the body is over {config.max_body_bytes} bytes (server option max_body_bytes)")
+    if request.content_length is not None and request.content_length > config.max_body_bytes:
+        raise too_large
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not arrive within {config.body_timeout_s:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+
+
+def decode(decoder: msgspec.json.Decoder[S], body: bytes) -> S:
+    """Decode and validate. Raises InvalidRequest with the field at fault as `param`."""
+    try:
+        if not body.isascii():
+            body.decode()
+        return decoder.decode(body)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8 (byte {error.start})", code="malformed_utf8") from None
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), decoder.type) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest(f"the body is not valid JSON: {reason}", code="malformed_json") from None
+
+
+def _invalid(message: str, kind: Any) -> InvalidRequest:
+    path = _PATH.search(message)
+    param = path.group(2) if path else ""
+    unknown = _UNKNOWN_FIELD.match(message)
+    if not unknown:
+        return InvalidRequest(message, param=param or None)
+    name = unknown.group(1)
+    known = [] if param else list(kind.__struct_fields__)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    where = f"{param}.{name}" if param else name
+    return InvalidRequest(f"unknown field {where!r}{hint}", code="unknown_field", param=where)
+
+
+def known_fields(neutral: Neutral, labels: Iterable[str] = ()) -> Callable[[type[S]], type[S]]:
+    """Class decorator: one more field for each name, unparsed.
+
+    Those of `neutral` are to be checked by `refuse_unsupported`. `labels` name or separate requests without asking
+    anything of the answer, so any value is fine.
+    """
+    fields: list[tuple[str, Any, Any]] = [(name, msgspec.Raw, msgspec.Raw()) for name in (*neutral, *labels)]
+
+    def extend(base: type[S]) -> type[S]:
+        extended = msgspec.defstruct(
+            base.__name__,
+            fields,
+            bases=(base,),
+            module=base.__module__,
+            namespace={"__doc__": base.__doc__},
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+        return cast(type[S], extended)
+
+    return extend
+
+
+def refuse_unsupported(struct: msgspec.Struct, neutral: Neutral, where: str = "") -> None:
+    """Raise InvalidRequest for the first field of `neutral` that asks for something which this server cannot do."""
+    for name, values in neutral.items():
+        if not _asks_for_nothing(getattr(struct, name), values):
+            allowed = ", ".join(msgspec.json.encode(value).decode() for value in (None, *values))
+            raise InvalidRequest(
+                f"{where}{name} is not supported by this server: leave it out or at its default ({allowed})",
+                code="unsupported_field",
+                param=where + name,
+            )
+
+
+def _asks_for_nothing(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
+    size = len(memoryview(raw))
+    if size == 0:  # the field was not sent
+        return True
+    if size > _LONGEST_NEUTRAL_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):  # a number beyond float64; nested to the very limit
+        return False
+    neutral = values + _EMPTY + (() if any(v is True for v in values) else (False,))
+    return _among(value, neutral) or (isinstance(value, list) and all(_among(item, neutral) for item in value))
+
+
+def _among(value: Any, values: tuple[Any, ...]) -> bool:
+    """Equality that tells 0 from false and 1 from true, as the wire does."""
+    return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values)
+
+
+def json_response(content: Any, status: int = 200) -> web.Response:
+    """One line of JSON."""
+    return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
+
+
+def event_stream(events: list[Any]) -> web.Response:
+    """Server-sent events, ended by `[DONE]`. A search has one answer, so all events are known at once."""
+    body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    return web.Response(body=body, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})

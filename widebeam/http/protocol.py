@@ -1,0 +1,142 @@
+"""The native wire format, shared by server and client. Every bound on a request is stated here. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from widebeam.config import MAX_BEAM_WIDTH
+from widebeam.engine.request import Normalizer, Timing, TokenId
+from widebeam.engine.results import Item
+from widebeam.policies import PolicySpec
+
+MAX_HISTORY = 100_000
+MAX_PROMPT_IDS = 1 << 20
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+RequestId = Annotated[str, Meta(pattern=r"\A[!-~]{1,128}\Z")]
+"""1 to 128 visible ASCII characters, so that it can travel in a header and a log line."""
+ItemId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(max_length=512)]
+BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
+LengthPenalty = Annotated[float, Meta(ge=-16, le=16)]
+TimeoutMs = Annotated[int, Meta(ge=1, le=3_600_000)]
+PromptIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_IDS)]
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """`{"type": "text", "text": ..}`, the one kind of content part that a text model can read."""
+
+    text: str
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=1024)]
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it; text parts are joined by line feeds."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+
+
+class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every dialect accepts at the top level of its body; the meanings are those of `SearchParams`."""
+
+    policy: PolicySpec | None = None
+    catalog: Name | None = None
+    normalizer: Normalizer | None = None
+    length_penalty: LengthPenalty | None = None
+    """None: 1.0"""
+    timeout_ms: TimeoutMs | None = None
+
+
+class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/recommend. Exactly one of `history`, `prompt`, `messages` and `input_ids` is given."""
+
+    history: Annotated[list[ItemId], Meta(max_length=MAX_HISTORY)] | None = None
+    """Item ids, oldest first; the catalog's template turns them into the prompt."""
+    prompt: str | None = None
+    messages: Messages | None = None
+    input_ids: PromptIds | None = None
+    n: BeamWidth = 10
+    """Items to return."""
+    beam_width: BeamWidth | None = None
+    """None: the server's default, and at least n."""
+    fields: Annotated[list[Name], Meta(max_length=256)] = []
+    """Metadata columns to return with each item."""
+    unknown_items: Literal["ignore", "refuse"] = "ignore"
+    """What to do with history items that the catalog lacks: leave them out with a warning, or answer 400."""
+    request_id: RequestId | None = None
+
+
+class CatalogRef(msgspec.Struct, kw_only=True):
+    name: str
+    version: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Token counts; `completion_tokens` is the sum over all returned sequences."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class RecommendResponse(msgspec.Struct, kw_only=True):
+    """Answer of POST /v1/recommend, best item first. `timing_ms` is in milliseconds."""
+
+    id: str
+    model: str
+    catalog: CatalogRef
+    normalizer: Normalizer
+    items: list[Item]
+    usage: Usage
+    timing_ms: Timing
+    warnings: list[str]
+
+
+class ErrorInfo(msgspec.Struct, kw_only=True):
+    """`type` is the kind of error (a class of errors.py), `code` the exact reason; both are stable words."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+    request_id: str = ""
+    retryable: bool = False
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """Body of every error of a native route."""
+
+    error: ErrorInfo
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A model as GET /v1/models lists it; `created` is in Unix seconds, `max_model_len` in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    parent: str | None = None
+    object: str = "model"
+    owned_by: str = "widebeam"
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """`status` is the engine's state: starting, ready, draining, stopped or dead."""
+
+    status: str

@@ -1,0 +1,139 @@
+"""Sockets, signals and shutdown: an engine becomes a server process.
+
+While the engine starts, SIGTERM and SIGINT end the process at once. After that the first signal drains: `/ready` turns
+503, new work is refused, and requests in flight get up to `drain_timeout_s` to finish. A second signal stops at once.
+Either way whatever is still in flight is answered with 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from aiohttp import web
+
+from widebeam.config import Config, ServerConfig
+from widebeam.errors import ConfigError
+from widebeam.http.app import build_app
+from widebeam.http.keys import IN_FLIGHT
+
+if TYPE_CHECKING:
+    from widebeam.engine.engine import Engine
+
+log = logging.getLogger("widebeam.http")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_BACKLOG = 1024
+_ANSWER_TIMEOUT_S = 5.0  # for handlers to answer 503 once the engine has given up their requests
+
+
+class Server:
+    """HTTP around one engine, which its owner starts and stops. `url` is known after `start`."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._app = build_app(engine, config)
+        self._runner = web.AppRunner(
+            self._app,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=config.keepalive_timeout_s,
+            shutdown_timeout=_ANSWER_TIMEOUT_S,
+        )
+        self.url = ""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError if the address is taken or not ours."""
+        host, port = self._config.host, self._config.port
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port, backlog=_BACKLOG).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._runner.addresses[0][1]}"
+
+    async def drain(self) -> bool:
+        """Refuse new work and wait for what is in flight. False if that took longer than `drain_timeout_s`."""
+        self._engine.begin_drain()
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._app[IN_FLIGHT].idle.wait()
+        except TimeoutError:
+            log.warning("%d requests did not finish within the drain timeout", self._app[IN_FLIGHT].count)
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Close the socket and every connection."""
+        await self._runner.cleanup()
+
+
+class _Signals:
+    """Catches SIGTERM and SIGINT within a `with` block, in the order in which they arrive."""
+
+    def __init__(self) -> None:
+        self._arrived: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> _Signals:
+        for number in _SIGNALS:
+            self._loop.add_signal_handler(number, self._arrived.put_nowait, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in _SIGNALS:
+            self._loop.remove_signal_handler(number)
+
+    async def next(self) -> signal.Signals:
+        return await self._arrived.get()
+
+
+async def serve(config: Config) -> int:
+    """Serve until a signal comes; returns the exit status: 0 after a drain, 128 + signal when told to stop at once.
+
+    Listens before the engine starts, so that `/health` can say "starting". Raises StartupError.
+    """
+    from widebeam.engine.engine import Engine
+
+    engine = Engine(config.engine)
+    server = Server(engine, config.server)
+    await server.start()
+    try:
+        await engine.start()
+        with _Signals() as signals:
+            print(f"ready on {server.url}", flush=True)
+            number = await signals.next()
+            log.info("%s: draining", number.name)
+            second = await _or_signal(server.drain(), signals)
+            return 0 if second is None else 128 + second
+    finally:
+        await engine.stop()
+        await server.stop()
+
+
+async def _or_signal(work: Coroutine[Any, Any, object], signals: _Signals) -> signal.Signals | None:
+    """Wait for the work or for a signal, which cancels it and is returned."""
+    job, alarm = asyncio.ensure_future(work), asyncio.ensure_future(signals.next())
+    await asyncio.wait((job, alarm), return_when=asyncio.FIRST_COMPLETED)
+    if job.done():
+        alarm.cancel()
+        job.result()
+        return None
+    job.cancel()
+    await asyncio.wait((job,))
+    return alarm.result()
+
+
+def run(config: Config) -> int:
+    """`serve` on uvloop, with logging set up; returns the exit status. Raises StartupError."""
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a thread that loads weights cannot be interrupted in Python
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config))

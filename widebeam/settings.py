@@ -1,0 +1,92 @@
+"""Where settings come from: defaults < TOML file < WIDEBEAM_* environment < flags. Only the command line needs this."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import tyro
+
+from widebeam.config import EngineConfig, ServerConfig, convert
+from widebeam.errors import ConfigError
+
+ENVIRONMENT = "WIDEBEAM_"
+SECTIONS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "server": ServerConfig}
+ALIASES = {"--max-model-len": "--max-context-len"}
+"""Flags that vLLM spells otherwise."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[str, str] = os.environ) -> T:
+    """A settings tree from flags over the environment over a TOML file. Raises ConfigError; --help exits.
+
+    The first argument, unless it is a flag, is the model.
+    """
+    flags = [_canonical(argument) for argument in arguments]
+    if flags and not flags[0].startswith("-"):
+        flags = ["--model", *flags]
+    file, flags = _take_config_flag(flags)
+    tree: dict[str, Any] = _read_toml(file) if file else {}
+    _add_environment(tree, environment)
+    given = any(flag == "--model" or flag.startswith("--model=") for flag in flags)
+    tree.setdefault("engine", {}).setdefault("model", "")
+    settings = tyro.cli(
+        tyro.conf.OmitArgPrefixes[kind],  # type: ignore[valid-type,misc]
+        default=convert(tree, kind),
+        args=flags,
+        prog=prog,
+        config=(tyro.conf.OmitSubcommandPrefixes,),
+    )
+    checked = convert(msgspec.to_builtins(settings), kind)
+    if not given and not checked.engine.model:
+        raise ConfigError(f"no model: {prog}")
+    return checked
+
+
+def _canonical(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return ALIASES.get(name, name) + equals + value
+
+
+def _take_config_flag(flags: list[str]) -> tuple[Path | None, list[str]]:
+    for place, flag in enumerate(flags):
+        if flag.startswith("--config="):
+            return Path(flag.removeprefix("--config=")), flags[:place] + flags[place + 1 :]
+        if flag == "--config":
+            if place + 1 == len(flags):
+                raise ConfigError("--config needs a file")
+            return Path(flags[place + 1]), flags[:place] + flags[place + 2 :]
+    return None, flags
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _add_environment(tree: dict[str, Any], environment: Mapping[str, str]) -> None:
+    """WIDEBEAM_<FIELD> for every field of the tree; one that names no field is an error, not a silent typo."""
+    homes = {
+        ENVIRONMENT + field.upper(): (section, field)
+        for section, struct in SECTIONS.items()
+        for field in struct.__struct_fields__
+    }
+    for name, value in environment.items():
+        if not name.startswith(ENVIRONMENT):
+            continue
+        if name not in homes:
+            raise ConfigError(f"environment variable {name} is no setting")
+        section, field = homes[name]
+        struct = SECTIONS[section]
+        kind = next(one.type for one in msgspec.structs.fields(struct) if one.name == field)
+        try:
+            tree.setdefault(section, {})[field] = msgspec.convert(value, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"environment variable {name}: {error}") from None
