@@ -60,7 +60,7 @@ def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_
     assert done.returncode == 0 and "60 under" in done.stdout, done.stderr
     assert widebeam("catalog", "validate", catalog_file).returncode == 0
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"item_id": 1, "sid": [1]}\n{"item_id": 2, "sid": [-2]}\n{"item_id": 3}\n')
+    bad.write_text('{"item_id": 1, "sid": [1]}\n{"item_id": 2, "sid": "x"}\n{"item_id": 3}\n')
     done = widebeam("catalog", "validate", bad)
     assert done.returncode == 2
     assert "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
