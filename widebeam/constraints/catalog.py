@@ -1,0 +1,244 @@
+"""One version of a catalog: its items, their SIDs and the index over them; and the catalogs of a server by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from widebeam.constraints import formats
+from widebeam.constraints.codebooks import Codebook, Vocabulary, encode_sids, sid_form
+from widebeam.constraints.header import Header, HeaderMismatch, SidForm, base_name
+from widebeam.constraints.index import CatalogIndex
+from widebeam.constraints.item_ids import ItemIds
+from widebeam.constraints.rows import Metadata, Problems, Rows
+from widebeam.constraints.template import HistoryTemplate
+from widebeam.engine.request import NO_CATALOG
+from widebeam.errors import CatalogError, InvalidRequest, NotFound
+
+
+@dataclass(frozen=True, eq=False)
+class Catalog:
+    """One immutable version of a catalog. Rows are items sorted by SID, in declared order within one SID."""
+
+    name: str
+    version: int
+    index: CatalogIndex = field(repr=False)
+    codebooks: list[Codebook] = field(repr=False)
+    """One for each level; `index.code` is a place in it."""
+    header: Header
+    header_place: str | None
+    """Where the header was found; None: there is none, and all of it is default."""
+    sid_form: SidForm
+    """What the file's SIDs are, declared or detected."""
+    format: str
+    """jsonl, parquet, minionerec or sid2pid."""
+    _ids: ItemIds = field(repr=False)
+    _metadata: Metadata = field(repr=False)
+    _codes: np.ndarray = field(repr=False)
+    """int32 [items, depth]; the codes along each item's path, -1 behind a shorter SID."""
+    _order: np.ndarray = field(repr=False)
+    """int64 [items]; row -> file row."""
+    _rank: np.ndarray = field(repr=False)
+    """int32 [items]; file row -> row."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        name: str | None = None,
+        token_id: Callable[[str], int | None] | None = None,
+        vocab_size: int | None = None,
+    ) -> Catalog:
+        """Read, check and index a catalog file: parquet, JSONL, MiniOneRec index.json or packed sid2pid JSON.
+
+        `name` is by default the file's name without its ending. `token_id` gives the id of a token string; without
+        it, token strings get made-up ids and the catalog is not `resolved`. Token ids from `vocab_size` up are
+        refused. Raises CatalogError, whose `problems` name file, line and reason.
+        """
+        path = Path(path)
+        name = base_name(path) if name is None else name
+        if name == NO_CATALOG:
+            raise CatalogError(f"a catalog cannot be named {NO_CATALOG!r}, by which requests ask for no constraint")
+        rows, header, place = formats.read(path)
+        problems = Problems(path.name)
+        _check_unique(rows, problems)
+        try:
+            codes, codebooks = encode_sids(rows, header, Vocabulary(token_id, vocab_size), problems)
+            problems.check()
+            _check_columns(header, rows.metadata.fields)
+            first = _declared_order(header, rows.metadata)
+        except HeaderMismatch as error:
+            raise CatalogError(f"{place or path.name}: {error}") from None
+        index, order = CatalogIndex.build(codes if first is None else codes[first])
+        order = order if first is None else first[order]
+        rank = np.empty(order.size, np.int32)
+        rank[order] = np.arange(order.size, dtype=np.int32)
+        return cls(
+            name=name,
+            version=1,
+            index=index,
+            codebooks=codebooks,
+            header=header,
+            header_place=place,
+            sid_form=sid_form(rows, header),
+            format=rows.format,
+            _ids=rows.ids,
+            _metadata=rows.metadata,
+            _codes=codes[order],
+            _order=order,
+            _rank=rank,
+        )
+
+    @property
+    def depth(self) -> int:
+        """Levels of the longest SID."""
+        return self.index.depth
+
+    @property
+    def num_items(self) -> int:
+        return self.index.num_items
+
+    @property
+    def num_sids(self) -> int:
+        """Distinct SIDs."""
+        return self.index.num_sids
+
+    @property
+    def level_token_ids(self) -> list[np.ndarray]:
+        """Per level, the codebook as ascending token ids: int64 [C]. `index.code` is a place in it."""
+        return [book.token_ids for book in self.codebooks]
+
+    @property
+    def resolved(self) -> bool:
+        """Token ids are those of a tokenizer, or were given as such. Only such a catalog can be searched."""
+        return all(book.resolved for book in self.codebooks)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Metadata columns."""
+        return self._metadata.fields
+
+    @property
+    def template(self) -> HistoryTemplate | None:
+        return self.header.template
+
+    def row_of(self, item_id: str | int) -> int | None:
+        """The row of an item; "42" and 42 name the same one. None if the catalog does not have it."""
+        file_row = self._ids.find(item_id)
+        return None if file_row is None else int(self._rank[file_row])
+
+    def item_id(self, row: int) -> int | str:
+        """The id of an item, of the type that the file gives it."""
+        return self._ids[int(self._order[row])]
+
+    def sid(self, row: int) -> list[int | str]:
+        """The SID of an item, as the file writes it."""
+        return [
+            value if isinstance(value := book.values[code], str) else int(value)
+            for book, code in zip(self.codebooks, self._path(row), strict=False)
+        ]
+
+    def token_ids(self, row: int) -> list[int]:
+        """The SID of an item as token ids."""
+        return [int(book.token_ids[code]) for book, code in zip(self.codebooks, self._path(row), strict=False)]
+
+    def items_at(self, node: int) -> range:
+        """Rows of the items under exactly the SID that a node of the index spells, in declared order."""
+        start = int(self.index.item_lo[node])
+        return range(start, start + int(self.index.num_terminal[node]))
+
+    def metadata(self, row: int, fields: Sequence[str]) -> dict[str, Any]:
+        """Values of metadata columns, None where an item has none."""
+        return self._metadata.get(int(self._order[row]), fields) if fields else {}
+
+    def check_fields(self, fields: Sequence[str]) -> None:
+        """Raise InvalidRequest for a metadata column that the catalog does not have."""
+        for name in fields:
+            if name not in self.fields:
+                known = ", ".join(self.fields) or "none"
+                raise InvalidRequest(
+                    f"catalog {self.name!r} has no metadata column {name!r}{_hint(name, self.fields)}; it has: {known}",
+                    code="unknown_field",
+                    param="fields",
+                )
+
+    def _path(self, row: int) -> list[int]:
+        return [code for code in self._codes[row].tolist() if code >= 0]
+
+
+class Catalogs:
+    """The current version of each catalog by name."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, Catalog] = {}
+
+    def add(self, catalog: Catalog) -> None:
+        """Offer a catalog under its name, in place of an earlier version."""
+        self._current[catalog.name] = catalog
+
+    def names(self) -> list[str]:
+        return sorted(self._current)
+
+    def get(self, name: str | None) -> Catalog | None:
+        """The catalog that a request names. None asks for the only one, if there is one; "none" for no constraint.
+
+        Raises NotFound (`unknown_catalog`), or InvalidRequest (`ambiguous_catalog`) when none is named and there are
+        several.
+        """
+        if name == NO_CATALOG or (name is None and not self._current):
+            return None
+        known = ", ".join(self.names()) or "none"
+        if name is None:
+            if len(self._current) > 1:
+                raise InvalidRequest(f"name one of the catalogs: {known}", code="ambiguous_catalog", param="catalog")
+            return next(iter(self._current.values()))
+        if name not in self._current:
+            raise NotFound(
+                f"unknown catalog {name!r}{_hint(name, self._current)}; known are: {known}",
+                code="unknown_catalog",
+                param="catalog",
+            )
+        return self._current[name]
+
+
+def _check_unique(rows: Rows, problems: Problems) -> None:
+    for row, earlier in rows.ids.duplicates():
+        text = f"{rows.where(row)}: item {rows.ids[row]!r} is there twice, first at {rows.where(earlier)}"
+        problems.add(row, text)
+
+
+def _check_columns(header: Header, columns: tuple[str, ...]) -> None:
+    """Raise HeaderMismatch for a column that the header names and the file lacks."""
+    named = [("order.column", header.order.column)] if header.order is not None else []
+    if header.template is not None:
+        named += [("template.item", column) for column in header.template.columns]
+    for place, column in named:
+        if column not in columns:
+            known = ", ".join(columns) or "none"
+            raise HeaderMismatch(f"{place}: no metadata column {column!r}{_hint(column, columns)}; there are: {known}")
+
+
+def _declared_order(header: Header, metadata: Metadata) -> np.ndarray | None:
+    """int64 [items] file rows sorted by the header's order column, or None for the file's order."""
+    if header.order is None:
+        return None
+    direction = "descending" if header.order.descending else "ascending"
+    try:
+        column = metadata.column(header.order.column)
+        order = pc.array_sort_indices(column, order=direction, null_placement="at_end")
+    except (pa.ArrowException, OverflowError) as error:
+        raise HeaderMismatch(f"order.column: cannot sort by {header.order.column!r}: {error}") from None
+    return order.to_numpy().astype(np.int64)
+
+
+def _hint(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,0 +1,225 @@
+"""From SIDs as written to codes: each level's codebook, ascending by token id, and each item's place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from widebeam.constraints.header import MAX_DEPTH, Header, HeaderMismatch, Level, SidForm
+from widebeam.constraints.rows import Problems, Rows
+
+MAX_TOKEN_ID = 2**31 - 1
+_NOUNS: dict[SidForm, str] = {"codes": "code", "token_ids": "token id", "tokens": "token"}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What is known of the model's tokens. Without a tokenizer `token_id` is None; `size` is None when unknown."""
+
+    token_id: Callable[[str], int | None] | None = None
+    size: int | None = None
+
+    @property
+    def limit(self) -> int:
+        return MAX_TOKEN_ID + 1 if self.size is None else self.size
+
+
+@dataclass(frozen=True, eq=False)
+class Codebook:
+    """The tokens of one level. Fixed for the life of a catalog: the `level` normaliser sums over it."""
+
+    token_ids: np.ndarray
+    """int64 [C], ascending."""
+    values: np.ndarray
+    """[C]; each token as the catalog file writes it: codes or token ids (int64), or strings (object)."""
+    declared: bool
+    """By the header; otherwise these are the tokens that the file holds."""
+    resolved: bool
+    """False: made-up token ids, for want of a tokenizer."""
+
+
+def sid_form(rows: Rows, header: Header) -> SidForm:
+    """What the SIDs are: as declared, or strings for tokens, integers for codes with `levels` and token ids without."""
+    if header.sid is not None:
+        return header.sid
+    if rows.tokens is not None:
+        return "tokens"
+    return "token_ids" if header.levels is None else "codes"
+
+
+def encode_sids(
+    rows: Rows, header: Header, vocabulary: Vocabulary, problems: Problems
+) -> tuple[np.ndarray, list[Codebook]]:
+    """int32 [rows, depth] places in the codebooks, -1 behind a shorter SID, and the codebook of each level.
+
+    What is wrong with single items goes to `problems`, and the result is of use only if there are none. Raises
+    HeaderMismatch for what is wrong with a level as a whole.
+    """
+    form = sid_form(rows, header)
+    header.check_levels(form)
+    levels = header.levels or ()
+    depth = _depth(rows, levels, problems)
+    starts = np.cumsum(rows.lengths) - rows.lengths
+    codes = np.full((len(rows.lengths), depth), -1, np.int32)
+    books: list[Codebook] = []
+    for number in range(depth):
+        spelled = np.flatnonzero(rows.lengths > number)
+        present, inverse = _distinct(rows.values[starts[spelled] + number])
+        written = present if rows.tokens is None else np.array(rows.tokens, object)[present]
+        level = _Level(number, form, levels[number] if levels else None, vocabulary)
+        book, places, faults = level.codebook(written, sum(book.token_ids.size for book in books))
+        books.append(book)
+        codes[spelled, number] = places[inverse]
+        _report(rows, problems, number, spelled, inverse, faults)
+    return codes, books
+
+
+def _depth(rows: Rows, levels: tuple[Level, ...], problems: Problems) -> int:
+    """Levels of the longest SID, which the header's levels and the general limit bound."""
+    limit = len(levels) or MAX_DEPTH
+    limited_by = "the header declares" if levels else "a sid may have 1 to"
+
+    def describe(row: int) -> str:
+        return f"{rows.where(row)}: item {rows.ids[row]!r}: sid has {rows.lengths[row]} levels; {limited_by} {limit}"
+
+    problems.add_rows(np.flatnonzero(rows.lengths > limit), describe)
+    depth = min(int(rows.lengths.max()), limit)
+    if depth < len(levels):
+        raise HeaderMismatch(f"the header declares {len(levels)} levels, but the longest sid has {depth}")
+    return depth
+
+
+def _report(
+    rows: Rows, problems: Problems, number: int, spelled: np.ndarray, inverse: np.ndarray, faults: dict[int, str]
+) -> None:
+    """One problem for each item whose token at this level is at fault."""
+
+    def describe(row: int) -> str:
+        fault = faults[int(inverse[np.searchsorted(spelled, row)])]
+        return f"{rows.where(row)}: item {rows.ids[row]!r}: level {number}: {fault}"
+
+    if faults:
+        problems.add_rows(spelled[np.isin(inverse, list(faults))], describe)
+
+
+def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct values ascending, and the place of each value among them. Hashed: a sort of all values takes longer."""
+    encoded = pa.array(values).dictionary_encode()
+    found = encoded.dictionary.to_numpy()
+    order = np.argsort(found)
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size)
+    return found[order], place[encoded.indices.to_numpy()]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Makes the codebook of one level."""
+
+    number: int
+    form: SidForm
+    spec: Level | None
+    vocabulary: Vocabulary
+
+    def codebook(self, written: np.ndarray, surrogate: int) -> tuple[Codebook, np.ndarray, dict[int, str]]:
+        """The codebook, then for each distinct value of the file its place in it, or what is wrong with it.
+
+        `surrogate` is the first token id to make up when there is no tokenizer.
+        """
+        declared = self._declared()
+        values = np.sort(written) if declared is None else declared
+        names = self._names(values)
+        resolved = names is None or self.vocabulary.token_id is not None
+        token_ids = self._token_ids(values, names, surrogate)
+        wrong = self._faults(values, names, token_ids, self.vocabulary.limit if resolved else MAX_TOKEN_ID + 1)
+        entries = np.minimum(np.searchsorted(values, written), len(values) - 1)
+        entries = np.where(values[entries] == written, entries, -1)
+        self._refuse_level(values, token_ids, wrong, entries)
+        outside = f"outside the declared codebook of {len(values)} codes"
+        faults = {
+            int(i): wrong.get(int(entries[i]), f"{self._show(written[i])} is {outside}")
+            for i in np.flatnonzero((entries < 0) | np.isin(entries, list(wrong)))
+        }
+        order = np.argsort(token_ids, kind="stable")
+        place = np.empty(order.size, np.int32)
+        place[order] = np.arange(order.size)
+        return Codebook(token_ids[order], values[order], declared is not None, resolved), place[entries], faults
+
+    def _declared(self) -> np.ndarray | None:
+        """All codes that the header declares, ascending, as the file would write them."""
+        if self.spec is None or self.spec.codes is None:
+            return None
+        codes = np.arange(self.spec.codes)
+        if self.form == "tokens":
+            return np.sort(_names_of(codes, self.spec))
+        return codes if self.spec.first_token_id is None or self.form == "codes" else codes + self.spec.first_token_id
+
+    def _names(self, values: np.ndarray) -> np.ndarray | None:
+        """The token string of each value; None where token ids follow without a tokenizer."""
+        if self.form == "tokens":
+            return values
+        if self.spec is not None and self.spec.token is not None:
+            return _names_of(values, self.spec)
+        return None
+
+    def _token_ids(self, values: np.ndarray, names: np.ndarray | None, surrogate: int) -> np.ndarray:
+        """int64 token id of each value; -1 where the tokenizer has no such token."""
+        lookup = self.vocabulary.token_id
+        if names is not None and lookup is None:
+            return surrogate + np.arange(len(names))
+        if names is not None and lookup is not None:
+            found = map(lookup, names.tolist())
+            return np.array([-1 if token_id is None else token_id for token_id in found], np.int64)
+        if self.form == "codes" and self.spec is not None and self.spec.first_token_id is not None:
+            return values + self.spec.first_token_id
+        return values
+
+    def _faults(
+        self, values: np.ndarray, names: np.ndarray | None, token_ids: np.ndarray, limit: int
+    ) -> dict[int, str]:
+        """By place in `values`, why its token cannot be used."""
+        wrong = (token_ids < 0) | (token_ids >= limit)
+        if self.form != "tokens":
+            wrong |= (values < 0) | (values > MAX_TOKEN_ID)
+        faults = {}
+        for i in np.flatnonzero(wrong).tolist():
+            shown, token_id = self._show(values[i]), int(token_ids[i])
+            if self.form != "tokens" and values[i] < 0:
+                faults[i] = f"{shown} is negative"
+            elif self.form != "tokens" and values[i] > MAX_TOKEN_ID:
+                faults[i] = f"{shown} is above {MAX_TOKEN_ID}"
+            elif names is not None and token_id < 0:
+                faults[i] = f"the tokenizer has no token {names[i]!r}"
+            elif self.form == "token_ids":
+                faults[i] = f"{shown} is outside the vocabulary of {limit} tokens"
+            else:
+                faults[i] = f"{shown} is token id {token_id}, outside the vocabulary of {limit} tokens"
+        return faults
+
+    def _refuse_level(
+        self, values: np.ndarray, token_ids: np.ndarray, wrong: dict[int, str], entries: np.ndarray
+    ) -> None:
+        """Raise HeaderMismatch for what no single item shows: unusable declared codes, two codes with one token."""
+        unused = np.setdiff1d(np.array(list(wrong), np.int64), entries)
+        if unused.size:
+            raise HeaderMismatch(
+                f"level {self.number}: {len(wrong)} of the {len(values)} declared codes cannot be used, for example: "
+                f"{wrong[int(unused[0])]}"
+            )
+        order = np.argsort(token_ids, kind="stable")
+        ascending = token_ids[order]
+        same = np.flatnonzero((np.diff(ascending) == 0) & (ascending[1:] >= 0))
+        if same.size:
+            first, second = (self._show(values[i]) for i in order[same[0] : same[0] + 2])
+            raise HeaderMismatch(f"level {self.number}: {first} and {second} are the same token {ascending[same[0]]}")
+
+    def _show(self, value: int | str) -> str:
+        return f"{_NOUNS[self.form]} {value!r}" if isinstance(value, str) else f"{_NOUNS[self.form]} {value}"
+
+
+def _names_of(codes: np.ndarray, spec: Level) -> np.ndarray:
+    """Token strings of codes, as an array of Python strings."""
+    return np.array([spec.name(code) for code in codes.tolist()], object)

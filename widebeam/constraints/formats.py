@@ -1,0 +1,49 @@
+"""Choose the reader of a catalog file by its ending and, where that does not say, by its content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from widebeam.constraints.header import Header, find_header
+from widebeam.constraints.json_files import read_json, read_jsonl
+from widebeam.constraints.parquet import embedded_header, read_parquet
+from widebeam.constraints.rows import Rows
+from widebeam.errors import CatalogError
+
+
+def read(path: Path) -> tuple[Rows, Header, str | None]:
+    """The rows of a catalog file, its header and where that was found. Raises CatalogError."""
+    try:
+        kind = _kind(path)
+        header, place = find_header(path, embedded_header(path) if kind == "parquet" else None)
+        if kind == "parquet":
+            rows = read_parquet(path)
+        elif kind == "jsonl":
+            rows = read_jsonl(path)
+        else:
+            rows = read_json(path, header)
+    except OSError as error:
+        raise CatalogError(f"cannot read {path}: {error.strerror or error}") from None
+    if not len(rows.ids):
+        raise CatalogError(f"{path.name} holds no items")
+    given = "strings" if rows.tokens is not None else "integers"
+    if header.sid is not None and (header.sid == "tokens") != (rows.tokens is not None):
+        raise CatalogError(f"{place} says that SIDs are {header.sid}, but {path.name} gives them as {given}")
+    return rows, header, place
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        raise CatalogError(f"{path} is a folder; a catalog is one file")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if path.suffix in (".parquet", ".pq") or magic == b"PAR1":
+        return "parquet"
+    if path.suffix in (".jsonl", ".ndjson"):
+        return "jsonl"
+    if path.suffix == ".json":
+        return "json"
+    raise CatalogError(
+        f"{path.name}: not a known catalog format; name it .parquet, .jsonl, .index.json (MiniOneRec) or "
+        ".json (packed sid2pid)"
+    )

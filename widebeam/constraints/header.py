@@ -1,0 +1,109 @@
+"""The small header of a catalog file: what its SIDs mean, the order within one SID, the history template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from widebeam.constraints.template import HistoryTemplate
+from widebeam.errors import CatalogError
+
+SidForm = Literal["codes", "token_ids", "tokens"]
+MAX_DEPTH = 32
+"""Levels that a SID may have."""
+MAX_CODES = 1 << 20
+"""Codes that a header may declare for one level."""
+PARQUET_KEY = b"widebeam"
+"""Key of the parquet schema metadata that holds a header."""
+
+
+class HeaderMismatch(Exception):
+    """A header that is well formed, but does not fit the file."""
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the codes of one level become tokens: by a token string or by a first token id."""
+
+    token: str | None = None
+    """Token of a code, with `{code}` in place of the number: `<a_{code}>`."""
+    first_token_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Token id of code 0; code c has first_token_id + c."""
+    codes: Annotated[int, Meta(ge=1, le=MAX_CODES)] | None = None
+    """Size of the codebook: codes 0 .. codes - 1. None: the codes that the catalog holds."""
+
+    def __post_init__(self) -> None:
+        if (self.token is None) == (self.first_token_id is None):
+            raise ValueError("a level has either `token` or `first_token_id`")
+        if self.token is not None and self.token.count("{code}") != 1:
+            raise ValueError("`token` must hold {code} once, as in <a_{code}>")
+
+    def name(self, code: int) -> str:
+        """The token string of a code, where `token` is given."""
+        assert self.token is not None
+        return self.token.replace("{code}", str(code))
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Order of items that share one SID; equal values keep the file's order, missing ones come last."""
+
+    column: str
+    descending: bool = False
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `catalog.json`. Every field may be left out."""
+
+    sid: SidForm | None = None
+    """What the `sid` column holds. None: strings are tokens, integers are codes with `levels` and token ids without."""
+    levels: Annotated[tuple[Level, ...], Meta(min_length=1, max_length=MAX_DEPTH)] | None = None
+    """One entry for each level. With SIDs given as codes it maps them to tokens; otherwise it declares codebooks."""
+    order: Order | None = None
+    """None: the file's order."""
+    template: HistoryTemplate | None = None
+
+    def __post_init__(self) -> None:
+        if self.sid == "codes" and self.levels is None:
+            raise ValueError("SIDs given as codes need `levels`, which map them to tokens")
+
+    def check_levels(self, form: SidForm) -> None:
+        """Where SIDs name their tokens themselves, a level can only declare its codebook. Raises HeaderMismatch."""
+        wanted = {"tokens": "token", "token_ids": "first_token_id"}.get(form)
+        for number, level in enumerate(self.levels or ()):
+            if wanted and (getattr(level, wanted) is None or level.codes is None):
+                raise HeaderMismatch(
+                    f"levels[{number}]: with SIDs given as {form} a level declares its codebook: `{wanted}` and `codes`"
+                )
+
+
+def base_name(path: Path) -> str:
+    """The file's name without its ending: the catalog's name, and what its own header is called after."""
+    name = path.name
+    return name.removesuffix(".index.json") if name.endswith(".index.json") else path.stem
+
+
+def find_header(path: Path, embedded: bytes | None) -> tuple[Header, str | None]:
+    """The header of a catalog file and where it was found.
+
+    Looked for in this order: `NAME.catalog.json` beside the file, the header inside a parquet file, `catalog.json` in
+    the same folder. Without any, a header of defaults and None. Raises CatalogError.
+    """
+    own = path.with_name(f"{base_name(path)}.catalog.json")
+    if own.is_file():
+        return _decode(own.read_bytes(), own.name), own.name
+    if embedded is not None:
+        place = f"{path.name} (schema metadata)"
+        return _decode(embedded, place), place
+    shared = path.with_name("catalog.json")
+    if shared.is_file() and shared != path:
+        return _decode(shared.read_bytes(), shared.name), shared.name
+    return Header(), None
+
+
+def _decode(text: bytes, place: str) -> Header:
+    try:
+        return msgspec.json.decode(text, type=Header)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CatalogError(f"{place}: {error}") from None

@@ -1,0 +1,105 @@
+"""Item ids of a catalog and the way back from an id to its row, without a Python object for each item."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+INT64 = range(-(2**63), 2**63)
+
+
+class ItemIds:
+    """Ids by row. Integers are one int64 array; anything else is text, with a mark on those declared as integers."""
+
+    def __init__(self, values: np.ndarray | pa.ChunkedArray, is_int: np.ndarray | None = None) -> None:
+        self._values = values
+        self._is_int = is_int
+
+    @classmethod
+    def of(cls, values: list[int | str]) -> ItemIds:
+        is_int = np.fromiter((type(value) is int for value in values), bool, len(values))
+        if is_int.all() and all(value in INT64 for value in values):
+            return cls(np.array(values, np.int64))
+        text = pa.chunked_array([pa.array(map(str, values), pa.large_string(), size=len(values))])
+        return cls(text, is_int if is_int.any() else None)
+
+    @classmethod
+    def from_arrow(cls, column: pa.ChunkedArray) -> ItemIds:
+        """From a column of integers or strings without nulls."""
+        if not pa.types.is_integer(column.type):
+            return cls(column.cast(pa.large_string()))
+        try:
+            return cls(column.cast(pa.int64()).to_numpy())
+        except pa.ArrowInvalid:  # unsigned ids above 2**63
+            return cls(column.cast(pa.large_string()), np.ones(len(column), bool))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, row: int) -> int | str:
+        if isinstance(self._values, np.ndarray):
+            return int(self._values[row])
+        text = self._text(row)
+        return int(text) if self._is_int is not None and self._is_int[row] else text
+
+    def find(self, item_id: int | str) -> int | None:
+        """The row of an id; "42" and 42 are the same id."""
+        keys, rows = self._sorted
+        if isinstance(self._values, np.ndarray):
+            number = _canonical_int(item_id)
+            if number is None:
+                return None
+            at = int(np.searchsorted(keys, number))
+            return int(rows[at]) if at < keys.size and keys[at] == number else None
+        text = str(item_id)
+        key = hash(text)
+        at = int(np.searchsorted(keys, key))
+        while at < keys.size and keys[at] == key:
+            if self._text(rows[at]) == text:
+                return int(rows[at])
+            at += 1
+        return None
+
+    def duplicates(self) -> list[tuple[int, int]]:
+        """(row, first row with the same id) for every row whose id was there before, by row."""
+        keys, rows = self._sorted
+        same = keys[1:] == keys[:-1]
+        suspects = np.flatnonzero(np.append(same, False) | np.insert(same, 0, False))
+        first: dict[int | str, int] = {}
+        found = []
+        for row in np.sort(rows[suspects]).tolist():
+            earlier = first.setdefault(str(self[row]), row)
+            if earlier != row:
+                found.append((row, earlier))
+        return found
+
+    @functools.cached_property
+    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys ascending and their rows: the ids themselves, or Python's 64-bit hash of their text."""
+        if isinstance(self._values, np.ndarray):
+            keys = self._values
+        else:
+            keys = np.fromiter(_hashes(self._values), np.int64, len(self._values))
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order.astype(np.int32)
+
+    def _text(self, row: int) -> str:
+        return str(self._values[int(row)].as_py())
+
+
+def _hashes(column: pa.ChunkedArray, batch: int = 1 << 16) -> Iterator[int]:
+    for start in range(0, len(column), batch):
+        yield from map(hash, column.slice(start, batch).to_pylist())
+
+
+def _canonical_int(item_id: int | str) -> int | None:
+    """The 64-bit integer that an id is or spells in the usual way ("42", not "042"), else None."""
+    if isinstance(item_id, str):
+        digits = item_id.removeprefix("-")
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 19 and str(int(item_id)) == item_id):
+            return None
+        item_id = int(item_id)
+    return item_id if item_id in INT64 else None

@@ -1,0 +1,117 @@
+"""Read a native catalog from parquet, column by column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from widebeam.constraints.header import PARQUET_KEY
+from widebeam.constraints.item_ids import ItemIds
+from widebeam.constraints.rows import RESERVED, ArrowColumns, Problems, Rows
+from widebeam.errors import CatalogError
+
+Where = Callable[[int], str]
+
+
+def embedded_header(path: Path) -> bytes | None:
+    """The JSON text under the schema metadata key `widebeam`, if there is one."""
+    return (_open(path).schema_arrow.metadata or {}).get(PARQUET_KEY)
+
+
+def read_parquet(path: Path) -> Rows:
+    """Columns `item_id` (integers or strings), `sid` (lists of integers or of strings), any others as metadata.
+
+    Rows are counted from 0 in messages. Raises CatalogError.
+    """
+    file = _open(path)
+    try:  # by row groups: pyarrow cannot read nested columns that need more than one chunk in one go
+        groups = [file.read_row_group(group) for group in range(file.num_row_groups)]
+        table = pa.concat_tables([file.schema_arrow.empty_table(), *groups])
+    except (pa.ArrowException, OSError) as error:
+        raise CatalogError(f"{path.name}: cannot be read: {_one_line(error)}") from None
+    _check_schema(path.name, table.schema)
+
+    def where(row: int) -> str:
+        return f"{path.name} row {row}"
+
+    problems = Problems(path.name)
+    ids = _item_ids(table.column("item_id"), problems, where)
+    lengths, values, tokens = _sids(table.column("sid"), ids, problems, where)
+    problems.check()
+    return Rows("parquet", ids, lengths, values, tokens, ArrowColumns(table.drop_columns(list(RESERVED))), where)
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise CatalogError(f"{path.name}: not a readable parquet file: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _check_schema(name: str, schema: pa.Schema) -> None:
+    for column in schema.names:
+        if schema.names.count(column) > 1:
+            raise CatalogError(f"{name}: column {column!r} is there twice")
+    for column in RESERVED:
+        if column not in schema.names:
+            raise CatalogError(f"{name}: no column {column!r}; columns are {', '.join(schema.names)}")
+    ids, sid = schema.field("item_id").type, schema.field("sid").type
+    if not _is_id(ids):
+        hint = "; ids become floating point when some are missing" if pa.types.is_floating(ids) else ""
+        raise CatalogError(f"{name}: column 'item_id' must hold integers or strings, not {ids}{hint}")
+    is_list = pa.types.is_list(sid) or pa.types.is_large_list(sid) or pa.types.is_fixed_size_list(sid)
+    if not (is_list and _is_id(sid.value_type)):
+        raise CatalogError(f"{name}: column 'sid' must hold lists of integers or of strings, not {sid}")
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or _is_text(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _item_ids(column: pa.ChunkedArray, problems: Problems, where: Where) -> ItemIds:
+    """Ids without nulls; a missing or empty one is a problem that later messages could not name, so it ends here."""
+    missing = np.flatnonzero(column.is_null().to_numpy())
+    problems.add_rows(missing, lambda row: f"{where(row)}: item_id is missing")
+    if _is_text(column.type):
+        column = column.cast(pa.large_string())
+        empty = np.flatnonzero(pc.equal(column, "").fill_null(False).to_numpy())
+        problems.add_rows(empty, lambda row: f"{where(row)}: item_id is empty")
+    problems.check()
+    return ItemIds.from_arrow(column)
+
+
+def _sids(
+    column: pa.ChunkedArray, ids: ItemIds, problems: Problems, where: Where
+) -> tuple[np.ndarray, np.ndarray, list[str] | None]:
+    """Lengths, values and distinct tokens, as `Rows` has them."""
+    lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+    problems.add_rows(np.flatnonzero(lengths == 0), lambda row: f"{where(row)}: item {ids[row]!r} has no sid")
+    flat = pc.list_flatten(column)
+    if flat.null_count:
+        holes = np.repeat(np.arange(len(lengths)), lengths)[np.flatnonzero(flat.is_null().to_numpy())]
+        problems.add_rows(np.unique(holes), lambda row: f"{where(row)}: item {ids[row]!r}: sid has a missing entry")
+    problems.check()
+    if not _is_text(flat.type):
+        try:
+            return lengths, flat.cast(pa.int64()).to_numpy(), None
+        except pa.ArrowInvalid as error:
+            raise CatalogError(f"{problems.name}: column 'sid': {error}") from None
+    encoded = flat.cast(pa.large_string()).dictionary_encode().combine_chunks()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.chunk(0)
+    return lengths, encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
