@@ -11,7 +11,19 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 LEVELS, CODES = 3, 16
-WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "[UNK]", "system", "user", "assistant", "watched", "next", "a", "b"]
+WORDS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "[UNK]",
+    "system",
+    "user",
+    "assistant",
+    "watched",
+    "next",
+    "a",
+    "b",
+]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"

@@ -40,7 +40,9 @@ def make_plan(device: str, dtype: torch.dtype) -> tuple[TorchAttention, int]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "eps"), DTYPES)
-def test_prefill_is_causal_and_apart(device: str, dtype: torch.dtype, eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_is_causal_and_apart(
+    device: str, dtype: torch.dtype, eps: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("widebeam.model.reference.SCORES_AT_ONCE", 64)  # several blocks for each request
     torch.manual_seed(0)
     lengths = [5, 1, 9]

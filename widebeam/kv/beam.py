@@ -86,8 +86,8 @@ class BeamKV:
 def ancestor_slots(path_RJ: Tensor, level: Tensor, base: Tensor, stride: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Where a row's decoded keys lie: (slots [R, J], seen [R, J] bool, own slot [R]).
 
-    Called at `level` (one element) >= 1, when tokens of levels 0 .. level - 1 exist. The own slot is that of level - 1, which
-    is written now; entries that do not exist yet point at it too, so that nothing stale is ever read.
+    Called at `level` (one element) >= 1, when tokens of levels 0 .. level - 1 exist. The own slot is that of level - 1,
+    which is written now; entries that do not exist yet point at it too, so that nothing stale is ever read.
     """
     R, J = path_RJ.shape
     column_J = torch.arange(J, device=path_RJ.device)

@@ -70,9 +70,7 @@ def _by_request(
     return out, lse
 
 
-def _attend(
-    q_RQD: Tensor, k_KDL: Tensor, v_KLD: Tensor, scale: float, first: int | None
-) -> tuple[Tensor, Tensor]:
+def _attend(q_RQD: Tensor, k_KDL: Tensor, v_KLD: Tensor, scale: float, first: int | None) -> tuple[Tensor, Tensor]:
     """Softmax attention of rows over L keys. With `first`, row r sees keys 0 .. first + r."""
     R, Q, D = q_RQD.shape
     K, _, L = k_KDL.shape

@@ -16,6 +16,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        self._tokenizer: Any
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         except Exception as error:  # transformers raises many kinds
