@@ -30,7 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV. auto: the checkpoint's own on a GPU, float32 on a CPU."""
     attention_backend: str = "auto"
-    """torch, or auto: the fastest that this machine can run."""
+    """torch, flashinfer, or auto: FlashInfer where it can run this model, else torch."""
     max_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = MAX_BEAM_WIDTH
     """Widest beam that a request may ask for."""
     default_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = 64
@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests that form one wave."""
     max_waiting_requests: Positive = 1024
     """Requests accepted and not yet answered; one more is refused with 429."""
-    page_size: Annotated[int, Meta(ge=1, le=1024)] = 64
+    page_size: Annotated[int, Meta(ge=1, le=256)] = 64
     """Tokens in a page of the context KV pool."""
     max_total_tokens: Positive | None = None
     """Tokens that the context KV pool holds. By default what fits on a GPU; on a CPU, one wave or one prompt."""

@@ -1,29 +1,45 @@
-"""The attention ops against naive softmax in float64, and against torch's own checks of custom ops."""
+"""The attention ops, by every backend, against naive softmax in float64; and torch's own checks of custom ops."""
 
 from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from widebeam.model.attention import context_attention, merge_beam_keys, prefill_attention, register_plan
+from widebeam.model.attention import BACKENDS, Plans, context_attention, merge_beam_keys, prefill_attention
 from widebeam.model.config import ModelConfig, RopeConfig
-from widebeam.model.reference import TorchAttention
+from widebeam.model.flashinfer import why_not
 
-Q, K, D, S = 4, 2, 8, 4
+Q, K, S = 4, 2, 4
 CONFIG = ModelConfig(
     model_type="qwen3", vocab_size=10, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=Q, num_kv_heads=K,
-    head_dim=D, max_position_embeddings=64, rms_norm_eps=1e-6, tied_head=True, qkv_bias=False, o_bias=False,
+    head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-6, tied_head=True, qkv_bias=False, o_bias=False,
     qk_norm=True, rope=RopeConfig(), dtype="float32", eos_token_ids=(),
 )  # fmt: skip
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+gpu = pytest.mark.gpu
+CASES = [
+    pytest.param("torch", "cpu", torch.float32, 8, 1e-5, id="torch-cpu-float32"),
+    pytest.param("torch", "cpu", torch.bfloat16, 8, 2e-2, id="torch-cpu-bfloat16"),
+    pytest.param("torch", "cuda", torch.float32, 8, 1e-5, id="torch-cuda-float32", marks=gpu),
+    pytest.param("torch", "cuda", torch.bfloat16, 128, 2e-2, id="torch-cuda-bfloat16", marks=gpu),
+    pytest.param("flashinfer", "cuda", torch.bfloat16, 128, 2e-2, id="flashinfer-bfloat16", marks=gpu),
+]
+backends = pytest.mark.parametrize(("name", "device", "dtype", "D", "eps"), CASES)
+
+
+def make_plans(name: str, device: str, dtype: torch.dtype, D: int) -> Plans:
+    config = msgspec.structs.replace(CONFIG, head_dim=D)
+    if name == "flashinfer" and (reason := why_not(config, dtype, torch.device(device))):
+        pytest.skip(reason)
+    return Plans(BACKENDS.get(name)(config, S, 64, dtype, torch.device(device)))
 
 
 def naive(q_QD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
     """One row over L keys, head by head, in float64."""
+    D = q_QD.shape[-1]
     out, lse = torch.zeros(Q, D, dtype=torch.float64), torch.full((Q,), -math.inf, dtype=torch.float64)
     for head in range(Q):
         k, v = k_LKD[:, head // (Q // K)].double().cpu(), v_LKD[:, head // (Q // K)].double().cpu()
@@ -33,79 +49,88 @@ def naive(q_QD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def make_plan(device: str, dtype: torch.dtype) -> tuple[TorchAttention, int]:
-    plan = TorchAttention(config=CONFIG, page_size=S, dtype=dtype, device=torch.device(device))
-    return plan, register_plan(plan)
+def close(actual: Tensor, expected: Tensor, eps: float) -> None:
+    torch.testing.assert_close(actual.double().cpu(), expected, atol=eps, rtol=eps)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "eps"), DTYPES)
+@backends
+@pytest.mark.parametrize("fixed", [False, True], ids=["any-rows", "fixed-rows"])
 def test_prefill_is_causal_and_apart(
-    device: str, dtype: torch.dtype, eps: float, monkeypatch: pytest.MonkeyPatch
+    name: str, device: str, dtype: torch.dtype, D: int, eps: float, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("widebeam.model.reference.SCORES_AT_ONCE", 64)  # several blocks for each request
     torch.manual_seed(0)
-    lengths = [5, 1, 9]
-    q, k, v = (torch.randn(15, heads, D, device=device, dtype=dtype) for heads in (Q, K, K))
-    plan, handle = make_plan(device, dtype)
-    plan.plan_prefill(lengths)
-    out, lse = prefill_attention(q, k, v, handle)
-    start = 0
-    for length in lengths:
-        for row in range(length):
-            seen = slice(start, start + row + 1)
-            expected, expected_lse = naive(q[start + row], k[seen], v[seen])
-            torch.testing.assert_close(out[start + row].double().cpu(), expected, atol=eps, rtol=eps)
-            torch.testing.assert_close(lse[start + row].double().cpu(), expected_lse, atol=1e-4, rtol=1e-4)
-        start += length
+    rows = 18 if fixed else 15  # some only fill the shape
+    q, k, v = (torch.randn(rows, heads, D, device=device, dtype=dtype) for heads in (Q, K, K))
+    plan, handle = make_plans(name, device, dtype, D).prefill(4, rows if fixed else None)
+    for lengths in ([5, 1, 9], [15]):
+        plan.plan(lengths, rows)
+        out, lse = prefill_attention(q, k, v, handle)
+        start = 0
+        for length in lengths:
+            for row in range(length):
+                seen = slice(start, start + row + 1)
+                expected, expected_lse = naive(q[start + row], k[seen], v[seen])
+                close(out[start + row], expected, eps)
+                close(lse[start + row], expected_lse, max(eps, 1e-4))
+            start += length
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "eps"), DTYPES)
-def test_beams_see_their_own_context_and_tokens(device: str, dtype: torch.dtype, eps: float) -> None:
-    """Pages in any order, a request without rows, padding rows, and decoded keys merged by log-sum-exp."""
+@backends
+@pytest.mark.parametrize("splits", [1, 2])
+def test_beams_see_their_own_context_and_tokens(
+    name: str, device: str, dtype: torch.dtype, D: int, eps: float, splits: int
+) -> None:
+    """Pages in any order, a request without rows, rows that fill the shape, decoded keys merged, plans made again."""
     torch.manual_seed(1)
-    pages, widths, lengths, J = [[3, 1], [5], [2, 6, 4]], [2, 0, 3], [7, 2, 9], 3
+    J = 3
     q = torch.randn(6, Q, D, device=device, dtype=dtype)
-    k_pages, v_pages = (torch.randn(8, S, K, D, device=device, dtype=dtype) for _ in range(2))
+    k_pages, v_pages = (torch.randn(10, S, K, D, device=device, dtype=dtype) for _ in range(2))
     own_k, own_v = (torch.randn(6, J, K, D, device=device, dtype=dtype) for _ in range(2))
     seen = (torch.arange(J) < 2).expand(6, J).to(device)
-    plan, handle = make_plan(device, dtype)
-    plan.plan_context(widths, lengths, pages)
-    out, lse = context_attention(q, k_pages, v_pages, handle)
-    merged = merge_beam_keys(q, out, lse, own_k, own_v, seen, D**-0.5)
-    row = 0
-    for width, length, table in zip(widths, lengths, pages, strict=True):
-        k, v = (p[table].flatten(0, 1)[:length] for p in (k_pages, v_pages))
-        for _ in range(width):
-            expected, expected_lse = naive(q[row], k, v)
-            torch.testing.assert_close(out[row].double().cpu(), expected, atol=eps, rtol=eps)
-            torch.testing.assert_close(lse[row].double().cpu(), expected_lse, atol=1e-4, rtol=1e-4)
-            both, _ = naive(q[row], torch.cat((k, own_k[row, :2])), torch.cat((v, own_v[row, :2])))
-            torch.testing.assert_close(merged[row].double().cpu(), both, atol=eps, rtol=eps)
-            row += 1
-    assert out[row:].abs().max() == 0 and (lse[row:] == -math.inf).all()
-    assert merged[row:].isfinite().all(), "padding rows must stay finite"
+    plan, handle = make_plans(name, device, dtype, D).context(4, 6, splits)
+    for pages, widths, lengths in (
+        ([[3, 1], [5, 7], [2, 6, 4]], [2, 0, 3], [7, 6, 9]),
+        ([[9, 8, 2], [1, 4]], [1, 5], [12, 5]),
+    ):
+        plan.plan(widths, lengths, pages)
+        out, lse = context_attention(q, k_pages, v_pages, handle)
+        merged = merge_beam_keys(q, out, lse, own_k, own_v, seen, D**-0.5)
+        row = 0
+        for width, length, table in zip(widths, lengths, pages, strict=True):
+            k, v = (p[table].flatten(0, 1)[:length] for p in (k_pages, v_pages))
+            for _ in range(width):
+                expected, expected_lse = naive(q[row], k, v)
+                close(out[row], expected, eps)
+                close(lse[row], expected_lse, max(eps, 1e-4))
+                both, _ = naive(q[row], torch.cat((k, own_k[row, :2])), torch.cat((v, own_v[row, :2])))
+                close(merged[row], both, eps)
+                row += 1
+        assert merged.isfinite().all(), "rows that fill the shape must stay finite"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
+@backends
+def test_opcheck(name: str, device: str, dtype: torch.dtype, D: int, eps: float) -> None:
     """Schema, fake kernel and the absence of aliasing, by torch's own checker."""
-    plan, handle = make_plan(device, torch.float32)
-    plan.plan_prefill([3, 2])
-    plan.plan_context([4, 1], [6, 3], [[1, 2], [3]])
-    q, k, v = (torch.randn(5, heads, D, device=device) for heads in (Q, K, K))
-    pages = torch.randn(4, S, K, D, device=device)
-    torch.library.opcheck(prefill_attention, (q, k, v, handle))
-    torch.library.opcheck(context_attention, (q, pages, pages.clone(), handle))
-    torch.library.opcheck(prefill_attention, (q.transpose(0, 1).contiguous().transpose(0, 1), k, v, handle))
+    plans = make_plans(name, device, dtype, D)
+    prefill, prefill_handle = plans.prefill(4, None)
+    prefill.plan([3, 2], 5)
+    context, context_handle = plans.context(4, 5, 1)
+    context.plan([4, 1], [6, 3], [[1, 2], [3]])
+    q, k, v = (torch.randn(5, heads, D, device=device, dtype=dtype) for heads in (Q, K, K))
+    pages = torch.randn(4, S, K, D, device=device, dtype=dtype)
+    strided = torch.randn(5, Q + K, D, device=device, dtype=dtype)[:, Q:]  # as a slice of fused projections
+    torch.library.opcheck(prefill_attention, (q, k, v, prefill_handle))
+    torch.library.opcheck(prefill_attention, (q, k, strided, prefill_handle))
+    torch.library.opcheck(context_attention, (q, pages, pages.clone(), context_handle))
 
 
 def test_a_plan_lives_as_long_as_its_owner() -> None:
-    plan, handle = make_plan("cpu", torch.float32)
-    plan.plan_prefill([1])
-    row = torch.randn(1, Q, D)
+    plans = make_plans("torch", "cpu", torch.float32, 8)
+    plan, handle = plans.prefill(1, None)
+    plan.plan([1], 1)
+    row = torch.randn(1, Q, 8)
     prefill_attention(row, row[:, :K], row[:, :K], handle)
-    del plan
+    del plan, plans
     with pytest.raises(KeyError):
         prefill_attention(row, row[:, :K], row[:, :K], handle)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tests import hf, tiny
 from widebeam.errors import CheckpointError
-from widebeam.model.attention import prefill_attention, register_plan
+from widebeam.model.attention import Plans, prefill_attention
 from widebeam.model.config import load_model_config
 from widebeam.model.layers import float32_linear
-from widebeam.model.reference import TorchAttention
+from widebeam.model.reference import TorchBackend
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import load_model, resolve_checkpoint
 
@@ -40,9 +40,8 @@ def prefill_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
     """Logits at every position of packed prompts."""
     config = load_model_config(folder)
     model = load_model(folder, config, torch.float32, CPU)
-    plan = TorchAttention(config=config, page_size=8, dtype=torch.float32, device=CPU)
-    handle = register_plan(plan)
-    plan.plan_prefill([len(prompt) for prompt in prompts])
+    plan, handle = Plans(TorchBackend(config, 8, 8, torch.float32, CPU)).prefill(4, None)
+    plan.plan([len(prompt) for prompt in prompts], sum(map(len, prompts)))
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
     hidden = model(tokens, positions, lambda layer, q, k, v: prefill_attention(q, k, v, handle)[0])

@@ -17,15 +17,16 @@ from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes
 from widebeam.engine.request import SearchResult, Timing
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import WaveResult, run_wave
-from widebeam.engine.shapes import rung
+from widebeam.engine.shapes import request_rung
 from widebeam.engine.state import BeamState
 from widebeam.engine.step import Core
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
 from widebeam.errors import ConfigError, RequestError
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
-from widebeam.model.attention import BACKENDS, register_plan
+from widebeam.model.attention import BACKENDS, BackendFactory, Plans
 from widebeam.model.config import ModelConfig
+from widebeam.model.flashinfer import why_not
 from widebeam.model.weights import load_model
 
 log = logging.getLogger(__name__)
@@ -72,11 +73,12 @@ class Runtime:
             )
         started = time.perf_counter()
         self._model = load_model(folder, model_config, self.dtype, self.device)
-        backend = BACKENDS.get("torch" if config.attention_backend == "auto" else config.attention_backend)
-        self.plan = backend(config=model_config, page_size=config.page_size, dtype=self.dtype, device=self.device)
-        self._handle = register_plan(self.plan)
-        rows = max(config.max_wave_rows, rung(config.max_wave_requests))
-        self._state = BeamState(rows, rung(config.max_wave_requests), config.max_levels, self.device)
+        pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
+        backend = self._choose_backend()
+        self._plans = Plans(backend(model_config, config.page_size, pages, self.dtype, self.device))
+        requests = request_rung(config.max_wave_requests)
+        rows = max(config.max_wave_rows, requests)
+        self._state = BeamState(rows, requests, config.max_levels, self.device)
         if self.device.type == "cuda":
             sizes = measured_sizes(
                 config, model_config, max_context_len, self.dtype, self.device, self._run_largest_wave
@@ -86,11 +88,26 @@ class Runtime:
         self.core = self._with_pools(sizes)
         log.info("model on %s in %s, ready in %.1f s", self.device, self.dtype, time.perf_counter() - started)
 
+    def _choose_backend(self) -> BackendFactory:
+        """The attention backend that was asked for, or the fastest that runs here. Raises ConfigError."""
+        name = self.config.attention_backend
+        if name in ("auto", "flashinfer"):
+            reason = why_not(self._model_config, self.dtype, self.device)
+            if name == "flashinfer" and reason:
+                raise ConfigError(f"--attention-backend flashinfer: {reason}")
+            if reason and self.device.type == "cuda":
+                log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
+            name = "torch" if reason else "flashinfer"
+        try:
+            return BACKENDS.get(name)
+        except KeyError as error:
+            raise ConfigError(str(error.args[0])) from None
+
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
         context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device)
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
-        return Core(self._model, context, beams, self._state, self._handle)
+        return Core(self._model, context, beams, self._state, self._plans)
 
     @property
     def limits(self) -> WaveLimits:
@@ -117,9 +134,7 @@ class Runtime:
         try:
             self._acquire(self.core, wave)
             trie = self._tries[id(wave.catalog)][1] if wave.catalog is not None else None
-            result = run_wave(
-                self.core, self.plan, wave, trie, lambda: any(job.wanted(time.monotonic()) for job in jobs)
-            )
+            result = run_wave(self.core, wave, trie, lambda: any(job.wanted(time.monotonic()) for job in jobs))
         finally:
             self._release(self.core, wave)
         return _outcomes(jobs, result, started)
@@ -171,7 +186,7 @@ class Runtime:
         )
         wave = Wave([search], vocab_size, config.max_wave_rows)
         self._acquire(core, wave)
-        run_wave(core, self.plan, wave, None, lambda: True)
+        run_wave(core, wave, None, lambda: True)
         del core
         gc.collect()
 

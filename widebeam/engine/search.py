@@ -23,7 +23,7 @@ from widebeam.engine.state import REASONS, WaveData
 from widebeam.engine.step import Core, advance, level_step
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import EngineError
-from widebeam.model.attention import AttentionPlan, prefill_attention
+from widebeam.model.attention import prefill_attention
 
 PIECE = 8
 """Levels that are launched without a look at whether anybody still needs them."""
@@ -61,9 +61,7 @@ class Clock:
 
 
 @torch.inference_mode()
-def run_wave(
-    core: Core, plan: AttentionPlan, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[], bool]
-) -> WaveResult:
+def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[], bool]) -> WaveResult:
     """Search all requests of a wave. `wanted` is asked between pieces whether any of them still has a taker."""
     device = core.state.level.device
     clock = Clock(device)
@@ -71,19 +69,20 @@ def run_wave(
     staged = to_device(wave.arrays() | prompt_arrays(core, wave), device)
     data = wave_data(wave, staged, core.model.config.vocab_size)
     core.state.start(data.num_requests, wave.requests)
-    hidden_BH = prefill(core, plan, wave, staged)
+    hidden_BH = prefill(core, wave, staged)
     advance(core, data, trie, wave.shapes[0], 0, hidden_BH)
     clock.mark()
-    planned: list[int] | None = None
+    planned: tuple[int, list[int]] | None = None
     for level in range(1, wave.num_levels):
         live_R = core.state.cum_R[: wave.shapes[level].rows_in] > -torch.inf
         if level % PIECE == 0 and not (wanted() and bool(live_R.any())):
             break
-        rows = wave.rows(level - 1)
-        if rows != planned:
-            plan_context(core, plan, wave, rows)
-            planned = rows
-        level_step(core, data, trie, wave.shapes[level], level)
+        shape, rows = wave.shapes[level], wave.rows(level - 1)
+        plan, handle = core.plans.context(shape.requests, shape.rows_in, shape.splits)
+        if planned != (handle, rows):
+            plan.plan(rows, *contexts(wave))
+            planned = (handle, rows)
+        level_step(core, data, trie, shape, level, handle)
     clock.mark()
     outcomes = collect(core, wave)
     return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2))
@@ -114,23 +113,24 @@ def wave_data(wave: Wave, staged: dict[str, Tensor], vocab_size: int) -> WaveDat
     return WaveData(stop_BV=stop_BV, **{name: staged[name] for name in wave.arrays()})
 
 
-def prefill(core: Core, plan: AttentionPlan, wave: Wave, staged: dict[str, Tensor]) -> Tensor:
+def prefill(core: Core, wave: Wave, staged: dict[str, Tensor]) -> Tensor:
     """Run the packed prompts once, filling ContextKV: hidden state at each request's last token, [B, H]."""
-    plan.plan_prefill([search.num_tokens for search in wave.searches])
     slots_T = staged["slots_T"]
+    plan, handle = core.plans.prefill(wave.requests, None)
+    plan.plan([search.num_tokens for search in wave.searches], len(slots_T))
 
     def attend(layer: int, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         core.context.write(layer, slots_T, k_TKD, v_TKD)
-        return prefill_attention(q_TQD, k_TKD, v_TKD, core.plan)[0]
+        return prefill_attention(q_TQD, k_TKD, v_TKD, handle)[0]
 
     return core.model(staged["tokens_T"], staged["positions_T"], attend, keep_R=staged["last_B"])
 
 
-def plan_context(core: Core, plan: AttentionPlan, wave: Wave, rows: list[int]) -> None:
-    """Tell the attention which rows read whose pages."""
+def contexts(wave: Wave) -> tuple[list[int], list[list[int]]]:
+    """Length and pages of each request's context."""
     searches = wave.searches
     pages = [search.lease.pages if search.lease else [] for search in searches]
-    plan.plan_context(rows, [search.num_tokens for search in searches], pages)
+    return [search.num_tokens for search in searches], pages
 
 
 def collect(core: Core, wave: Wave) -> list[list[Sequence] | EngineError]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from widebeam.engine.request import Normalizer
 
+REQUEST_RUNGS = (1, 4, 16, 64, 256)
 DEPTH_RUNGS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -27,6 +28,8 @@ class LevelShape(NamedTuple):
     """F, finished sequences that the wave can return."""
     depth: int
     """J, decoded tokens that a row can look back on."""
+    splits: int
+    """Parts in which attention may cut each context; see `context_splits`."""
     candidates: int
     """With a catalog M, candidate slots in all; without one K, best tokens offered by each row."""
     normalizer: Normalizer
@@ -50,6 +53,20 @@ def rung(size: int, limit: int | None = None) -> int:
     power = 1 << (size - 1).bit_length()
     padded = power * 3 // 4 if size <= power * 3 // 4 else power
     return padded if limit is None else min(padded, limit)
+
+
+def request_rung(requests: int) -> int:
+    """The next number of requests in a wave: coarse, since a request that is not there costs next to nothing."""
+    return REQUEST_RUNGS[bisect_left(REQUEST_RUNGS, requests)]
+
+
+def context_splits(rows: int, shortest_context: int) -> int:
+    """In how many parts attention over the contexts runs: few rows over long contexts would leave the device idle.
+
+    Measured on an H200 with 16 query heads: 256 rows over 5000 tokens take 44 us in four parts, 84 in one; at four
+    times the rows, or at 1000 tokens, parts gain nothing.
+    """
+    return 4 if rows <= 384 and shortest_context >= 2048 else 1
 
 
 def depth_rung(decoded: int) -> int:

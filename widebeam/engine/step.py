@@ -26,7 +26,7 @@ from widebeam.engine.shapes import LevelShape
 from widebeam.engine.state import ITEM, LENGTH, STOP, BeamState, Finished, WaveData
 from widebeam.kv.beam import BeamKV, ancestor_slots
 from widebeam.kv.context import ContextKV
-from widebeam.model.attention import context_attention, merge_beam_keys
+from widebeam.model.attention import Plans, context_attention, merge_beam_keys
 from widebeam.model.qwen3 import Qwen3
 
 
@@ -38,16 +38,18 @@ class Core:
     context: ContextKV
     beams: BeamKV
     state: BeamState
-    plan: int
-    """Handle of the AttentionPlan."""
+    plans: Plans
 
 
-def level_step(core: Core, wave: WaveData, trie: DeviceTrie | None, shape: LevelShape, level: int) -> None:
-    """Decode the live rows' newest tokens and select the next rows. `level` >= 1 only names the codebook's level."""
-    advance(core, wave, trie, shape, level, forward_rows(core, wave, shape))
+def level_step(core: Core, wave: WaveData, trie: DeviceTrie | None, shape: LevelShape, level: int, plan: int) -> None:
+    """Decode the live rows' newest tokens and select the next rows.
+
+    `level` >= 1 only names the codebook's level; `plan` is the handle of the shape's ContextPlan.
+    """
+    advance(core, wave, trie, shape, level, forward_rows(core, wave, shape, plan))
 
 
-def forward_rows(core: Core, wave: WaveData, shape: LevelShape) -> Tensor:
+def forward_rows(core: Core, wave: WaveData, shape: LevelShape, plan: int) -> Tensor:
     """Run the network over the newest token of every row: [R, H]. Their keys and values go to BeamKV."""
     state, R = core.state, shape.rows_in
     slots_RJ, seen_RJ, own_R = ancestor_slots(
@@ -58,7 +60,7 @@ def forward_rows(core: Core, wave: WaveData, shape: LevelShape) -> Tensor:
 
     def attend(layer: int, q_RQD: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
         core.beams.write(layer, own_R, k_RKD, v_RKD)
-        out_RQD, lse_RQ = context_attention(q_RQD, core.context.k_NPSKD[layer], core.context.v_NPSKD[layer], core.plan)
+        out_RQD, lse_RQ = context_attention(q_RQD, core.context.k[layer], core.context.v[layer], plan)
         k_RJKD, v_RJKD = core.beams.read(layer, slots_RJ)
         return merge_beam_keys(q_RQD, out_RQD, lse_RQ, k_RJKD, v_RJKD, seen_RJ, scale)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import Normalizer
-from widebeam.engine.shapes import LevelShape, depth_rung, rung
+from widebeam.engine.shapes import LevelShape, context_splits, depth_rung, request_rung, rung
 
 if TYPE_CHECKING:
     from widebeam.kv.beam import BeamLease
@@ -91,7 +91,7 @@ class Wave:
         self.catalog = searches[0].catalog
         self.normalizer = searches[0].normalizer
         self.num_levels = max(search.levels for search in searches)
-        self.requests = rung(len(searches))
+        self.requests = request_rung(len(searches))
         self.max_rows = max_rows
         self.finished = rung(sum(search.num_returned for search in searches), max_rows)
         self.has_stops = any(search.stop_token_ids for search in searches)
@@ -110,14 +110,16 @@ class Wave:
 
     def _shape(self, level: int, vocab_size: int) -> LevelShape:
         catalog = self.catalog
+        rows_in = self.requests if level == 0 else rung(sum(self.rows(level - 1)), self.max_rows)
         rows_out = sum(self.rows(level))
         ending = any(level == search.levels - 1 for search in self.searches)
         return LevelShape(
             requests=self.requests,
-            rows_in=self.requests if level == 0 else rung(sum(self.rows(level - 1)), self.max_rows),
+            rows_in=rows_in,
             rows_out=rung(rows_out, self.max_rows) if rows_out else 0,
             finished=self.finished,
             depth=depth_rung(level),
+            splits=context_splits(rows_in, min(search.num_tokens for search in self.searches)),
             candidates=self._candidates(level, vocab_size),
             normalizer=self.normalizer,
             constrained=catalog is not None,

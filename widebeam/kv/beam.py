@@ -27,12 +27,12 @@ class BeamLease:
 
 
 class BeamKV:
-    """The pool of slots, given out first fit."""
+    """The pool of slots, given out first fit: `k` and `v`, [slots, K, D] for each layer."""
 
     def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
-        self.k_NSKD = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_NSKD = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (num_slots, config.num_kv_heads, config.head_dim)
+        self.k: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.v: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.num_slots = num_slots
         self.high_water = 0
         self._leases: list[BeamLease] = []
@@ -65,12 +65,12 @@ class BeamKV:
 
     def write(self, layer: int, slots_R: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> None:
         """Put each row's newest key and value into its slot."""
-        self.k_NSKD[layer].index_copy_(0, slots_R, k_RKD)
-        self.v_NSKD[layer].index_copy_(0, slots_R, v_RKD)
+        self.k[layer].index_copy_(0, slots_R, k_RKD)
+        self.v[layer].index_copy_(0, slots_R, v_RKD)
 
     def read(self, layer: int, slots_RJ: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's decoded tokens, [R, J, K, D] each."""
-        return self.k_NSKD[layer][slots_RJ], self.v_NSKD[layer][slots_RJ]
+        return self.k[layer][slots_RJ], self.v[layer][slots_RJ]
 
     def check_integrity(self) -> None:
         """Leases are in order, disjoint and inside the pool. Raises RuntimeError."""

@@ -24,14 +24,18 @@ class ContextLease:
 
 
 class ContextKV:
-    """The paged pool. Page 0 belongs to nobody: rows that only fill up a shape write there."""
+    """The paged pool: `k` and `v`, [P, S, K, D] for each layer.
+
+    Page 0 belongs to nobody: rows that only fill up a shape write there.
+    """
 
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_layers, num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
-        self.k_NPSKD = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_NPSKD = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        # one allocation a layer: a compiled level may then write one without touching the others
+        self.k: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.v: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.page_size = page_size
         self.num_pages = num_pages
         self.high_water = 0
@@ -75,8 +79,8 @@ class ContextKV:
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Put the keys and values of prompt tokens where `slots_T` says."""
-        self.k_NPSKD[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
-        self.v_NPSKD[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+        self.k[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
+        self.v[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
 
     def check_integrity(self) -> None:
         """Every page is free or held by exactly one lease. Raises RuntimeError."""

@@ -1,7 +1,7 @@
 """Attention of the search, as two opaque ops and one piece of plain PyTorch.
 
 `prefill_attention` is causal over the packed prompt; `context_attention` lets every beam of a request read that
-request's context pages. Both look up an AttentionPlan by its handle: planning (which rows belong to which request,
+request's context pages. Both look up a plan by its handle: planning (which rows belong to which request,
 which pages hold its context) is host work done before the ops run, once per row layout, so that a compiled level
 contains no host decision. The few keys that a beam decoded itself are attended by `merge_beam_keys`, which a compiler
 can fuse.
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,55 +24,94 @@ from widebeam.model.config import ModelConfig
 from widebeam.registry import Registry
 
 
-class AttentionPlan(Protocol):
-    """One backend's planned state for the waves of one shape. Used on the GPU thread only."""
+class PrefillPlan(Protocol):
+    """Which packed rows belong to which prompt. Used on the GPU thread only, like every plan."""
 
-    def plan_prefill(self, lengths: Sequence[int]) -> None:
-        """Prompts of these lengths lie one behind the other in the T rows to come."""
+    def plan(self, lengths: Sequence[int], num_rows: int) -> None:
+        """Prompts of these lengths lie one behind the other; rows up to `num_rows` only fill a shape."""
 
-    def plan_context(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
-        """Request b has `widths[b]` consecutive rows and `lengths[b]` context tokens in `pages[b]`."""
-
-    def prefill(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Causal attention and its log-sum-exp: [T, Q, D] of q's dtype, [T, Q] float32 (natural logarithm)."""
 
-    def context(self, q_RQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of rows over their request's pages; rows of no request give zeros and -inf."""
+
+class ContextPlan(Protocol):
+    """Which beam rows read which pages."""
+
+    def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        """Request b has `widths[b]` consecutive rows and `lengths[b]` context tokens in `pages[b]`."""
+
+    def run(self, q_RQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of rows over their request's pages; rows of no request give anything finite."""
 
 
-class Backend(Protocol):
-    """Makes plans. A backend is chosen by name, once, at start."""
+class AttentionBackend(Protocol):
+    """Makes plans. Chosen by name, once, at start."""
 
-    def __call__(
-        self, *, config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device
-    ) -> AttentionPlan:
-        """A plan for a model's heads and a pool's pages of `page_size` tokens."""
+    def prefill_plan(self, requests: int, rows: int | None) -> PrefillPlan:
+        """A plan for up to so many prompts, in exactly `rows` rows if a graph is to replay it."""
+
+    def context_plan(self, requests: int, rows: int, splits: int) -> ContextPlan:
+        """A plan for up to so many requests in exactly `rows` rows.
+
+        With `splits` > 1 a backend may cut each context in so many parts, so that few rows fill the device; every
+        context then has at least so many pages.
+        """
 
 
-BACKENDS: Registry[Backend] = Registry("attention backend")
-BACKENDS.add("torch", "widebeam.model.reference:TorchAttention")
+BackendFactory = Callable[[ModelConfig, int, int, torch.dtype, torch.device], AttentionBackend]
+"""(config, page size, most pages of a wave, dtype, device) -> backend"""
 
-_plans: weakref.WeakValueDictionary[int, AttentionPlan] = weakref.WeakValueDictionary()
+BACKENDS: Registry[BackendFactory] = Registry("attention backend")
+BACKENDS.add("torch", "widebeam.model.reference:TorchBackend")
+BACKENDS.add("flashinfer", "widebeam.model.flashinfer:FlashInferBackend")
+
+_plans: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _handles = itertools.count()
 
 
-def register_plan(plan: AttentionPlan) -> int:
-    """A handle by which the ops find the plan for as long as somebody holds it."""
+P = TypeVar("P", PrefillPlan, ContextPlan)
+
+
+def register_plan(plan: P) -> tuple[P, int]:
+    """The plan and a handle by which the ops find it, for as long as somebody holds the plan."""
     handle = next(_handles)
     _plans[handle] = plan
-    return handle
+    return plan, handle
+
+
+class Plans:
+    """The plans of one engine, made when a shape first needs them and kept: graphs hold their buffers."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._prefill: dict[tuple[int, int | None], tuple[PrefillPlan, int]] = {}
+        self._context: dict[tuple[int, int, int], tuple[ContextPlan, int]] = {}
+
+    def prefill(self, requests: int, rows: int | None) -> tuple[PrefillPlan, int]:
+        """The plan of that shape, and its handle."""
+        key = (requests, rows)
+        if key not in self._prefill:
+            self._prefill[key] = register_plan(self._backend.prefill_plan(*key))
+        return self._prefill[key]
+
+    def context(self, requests: int, rows: int, splits: int) -> tuple[ContextPlan, int]:
+        """The plan of that shape, and its handle."""
+        key = (requests, rows, splits)
+        if key not in self._context:
+            self._context[key] = register_plan(self._backend.context_plan(*key))
+        return self._context[key]
 
 
 @torch.library.custom_op("widebeam::prefill_attention", mutates_args=())
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, plan: int) -> tuple[Tensor, Tensor]:
     """q [T, Q, D], k and v [T, K, D] -> (out [T, Q, D], lse [T, Q] float32)."""
-    return _plans[plan].prefill(q, k, v)
+    return _plans[plan].run(q, k, v)
 
 
 @torch.library.custom_op("widebeam::context_attention", mutates_args=())
 def context_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: int) -> tuple[Tensor, Tensor]:
     """q [R, Q, D], pages [P, S, K, D] -> (out [R, Q, D], lse [R, Q] float32)."""
-    return _plans[plan].context(q, k_pages, v_pages)
+    return _plans[plan].run(q, k_pages, v_pages)
 
 
 def _fake(q: Tensor, _k: Tensor, _v: Tensor, _plan: int) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv_proj(x_TH).split(self.split, dim=-1)
         q_TQD = rotate(self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))), cos, sin)
         k_TKD = rotate(self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))), cos, sin)
-        v_TKD = v.unflatten(-1, (self.num_kv_heads, self.head_dim)).contiguous()
+        v_TKD = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
         return self.o_proj(attend(layer, q_TQD, k_TKD, v_TKD).flatten(1))
 
 

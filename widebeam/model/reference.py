@@ -17,39 +17,60 @@ SCORES_AT_ONCE = 1 << 26
 """Attention scores held at a time (256 MiB of float32): bounds memory at long contexts and wide beams."""
 
 
-class TorchAttention:
-    """AttentionPlan over lists of lengths; see model/attention.py for the contract."""
+class TorchPrefill:
+    """PrefillPlan over a list of lengths."""
 
-    def __init__(self, *, config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.scale = config.head_dim**-0.5
-        self.device = device
-        self._prefill: list[int] = []
-        self._context: list[tuple[int, int, Tensor]] = []
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._lengths: list[int] = []
 
-    def plan_prefill(self, lengths: Sequence[int]) -> None:
-        self._prefill = list(lengths)
+    def plan(self, lengths: Sequence[int], num_rows: int) -> None:
+        self._lengths = list(lengths)
 
-    def plan_context(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
-        self._context = [
-            (width, length, torch.tensor(table, dtype=torch.int64).to(self.device, non_blocking=True))
-            for width, length, table in zip(widths, lengths, pages, strict=True)
-        ]
-
-    def prefill(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         def parts() -> Iterable[tuple[int, Tensor, Tensor]]:
             start = 0
-            for length in self._prefill:
+            for length in self._lengths:
                 yield length, k_TKD[start : start + length], v_TKD[start : start + length]
                 start += length
 
-        return _by_request(q_TQD, parts(), self.scale, causal=True)
+        return _by_request(q_TQD, parts(), self._scale, causal=True)
 
-    def context(self, q_RQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor) -> tuple[Tensor, Tensor]:
+
+class TorchContext:
+    """ContextPlan over lists of widths, lengths and page tables."""
+
+    def __init__(self, scale: float, device: torch.device) -> None:
+        self._scale, self._device = scale, device
+        self._requests: list[tuple[int, int, Tensor]] = []
+
+    def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        self._requests = [
+            (width, length, torch.tensor(table, dtype=torch.int64).to(self._device, non_blocking=True))
+            for width, length, table in zip(widths, lengths, pages, strict=True)
+        ]
+
+    def run(self, q_RQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor) -> tuple[Tensor, Tensor]:
         def parts() -> Iterable[tuple[int, Tensor, Tensor]]:
-            for width, length, pages in self._context:
+            for width, length, pages in self._requests:
                 yield width, k_PSKD[pages].flatten(0, 1)[:length], v_PSKD[pages].flatten(0, 1)[:length]
 
-        return _by_request(q_RQD, parts(), self.scale, causal=False)
+        return _by_request(q_RQD, parts(), self._scale, causal=False)
+
+
+class TorchBackend:
+    """Plans of no fixed shape; nothing is kept between them."""
+
+    def __init__(
+        self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._scale, self._device = config.head_dim**-0.5, device
+
+    def prefill_plan(self, requests: int, rows: int | None) -> TorchPrefill:
+        return TorchPrefill(self._scale)
+
+    def context_plan(self, requests: int, rows: int, splits: int) -> TorchContext:
+        return TorchContext(self._scale, self._device)
 
 
 def _by_request(

@@ -1,0 +1,170 @@
+"""The attention ops by FlashInfer: FlashAttention-3 on Hopper, FlashAttention-2 elsewhere.
+
+Prefill attends over the K and V just computed (ragged), which is a quarter faster than reading them back through pages.
+Context attention reads the pages of a request once for all its beams. Every plan has fixed buffers, so that a captured
+graph replays it: planning refills them in stream order, before the level that uses them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from widebeam.model.config import ModelConfig
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+WORKSPACE_BYTES = 256 << 20
+STAGES = 8
+"""Pinned buffers that planning writes in turn: the copy out of one may still wait behind a running prefill."""
+
+
+def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What keeps FlashInfer from running this model here, or None."""
+    if device.type != "cuda":
+        return "FlashInfer needs a CUDA device"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (the extra `cuda`)"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlashInfer is used from Ampere (sm_80) on"
+    if dtype not in DTYPES:
+        return f"FlashInfer has no {str(dtype).removeprefix('torch.')} kernels"
+    if config.head_dim not in HEAD_DIMS:
+        return f"FlashInfer has no kernels for head size {config.head_dim}"
+    return None
+
+
+class FlashInferBackend:
+    """Wrappers that share one workspace: they run one after another on one stream."""
+
+    def __init__(
+        self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.page_size, self.max_pages, self.dtype, self.device = page_size, max_pages, dtype, device
+        self.kernel = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+        self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._turn = itertools.count()
+
+    def prefill_plan(self, requests: int, rows: int | None) -> FlashInferPrefill:
+        return FlashInferPrefill(self, requests, rows)
+
+    def context_plan(self, requests: int, rows: int, splits: int) -> FlashInferContext:
+        return FlashInferContext(self, requests, rows, splits)
+
+    def stage(self, wrapper: Any) -> torch.cuda.Event:
+        """Give the wrapper a pinned buffer that no copy reads any more; record the event when the plan is queued."""
+        size = wrapper._int_workspace_buffer.numel()
+        if len(self._stages) < STAGES:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._stages.append((buffer, torch.cuda.Event()))
+            buffer, event = self._stages[-1]
+        else:
+            buffer, event = self._stages[next(self._turn) % STAGES]
+            event.synchronize()
+        wrapper._pin_memory_int_workspace_buffer = buffer
+        return event
+
+
+class FlashInferPrefill:
+    """PrefillPlan: ragged, causal. Rows behind the last prompt are one more prompt of their own."""
+
+    def __init__(self, backend: FlashInferBackend, requests: int, rows: int | None) -> None:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+        self._backend, self._requests = backend, requests
+        queries, keys = (torch.zeros(requests + 2, dtype=torch.int32, device=backend.device) for _ in range(2))
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(
+            backend.workspace, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=queries, kv_indptr_buf=keys,
+            backend=backend.kernel,
+        )  # fmt: skip
+
+    def plan(self, lengths: Sequence[int], num_rows: int) -> None:
+        sizes = [*lengths, *[0] * (self._requests - len(lengths)), num_rows - sum(lengths)]
+        indptr = torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32))
+        event = self._backend.stage(self._wrapper)
+        self._wrapper.plan(
+            indptr, indptr, *self._backend.heads, causal=True, q_data_type=self._backend.dtype,
+            kv_data_type=self._backend.dtype,
+        )  # fmt: skip
+        event.record()
+
+    def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        out_TQD, lse_TQ = self._wrapper.run(q_TQD, k_TKD, v_TKD, return_lse=True)
+        return out_TQD, lse_TQ * math.log(2)
+
+
+class FlashInferContext:
+    """ContextPlan: paged, not causal, each context cut in `splits` parts that see all rows of their request.
+
+    One request at width 256 cannot fill the chip; its parts are pseudo-requests with the same queries, merged by their
+    log-sum-exp. In each part the rows that only fill the shape are a request of their own, over the one token of
+    page 0, so that every row is written.
+    """
+
+    def __init__(self, backend: FlashInferBackend, requests: int, rows: int, splits: int) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        self._backend, self._requests, self._rows, self._splits = backend, requests, rows, splits
+        batch = splits * (requests + 1)
+
+        def buffer(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=backend.device)
+
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            backend.workspace, "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
+            paged_kv_indptr_buf=buffer(batch + 1), paged_kv_indices_buf=buffer(backend.max_pages + batch),
+            paged_kv_last_page_len_buf=buffer(batch), backend=backend.kernel,
+        )  # fmt: skip
+
+    def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        backend = self._backend
+        rows, tables, last = self._parts(widths, lengths, pages)
+        indices = torch.from_numpy(np.concatenate([np.asarray(table, dtype=np.int32) for table in tables]))
+        event = backend.stage(self._wrapper)
+        self._wrapper.plan(
+            torch.from_numpy(np.cumsum([0, *rows], dtype=np.int32)),
+            torch.from_numpy(np.cumsum([0, *map(len, tables)], dtype=np.int32)),
+            indices.pin_memory().to(backend.device, non_blocking=True),
+            torch.tensor(last, dtype=torch.int32),
+            *backend.heads, backend.page_size, causal=False, q_data_type=backend.dtype, kv_data_type=backend.dtype,
+        )  # fmt: skip
+        event.record()
+
+    def _parts(
+        self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[Sequence[int]], list[int]]:
+        """Rows, pages and tokens on the last page of each pseudo-request, part by part."""
+        S = self._backend.page_size
+        absent = self._requests - len(widths)
+        rows, tables, last = [], [], []
+        for part in range(self._splits):
+            for width, length, table in zip(widths, lengths, pages, strict=True):
+                first, end = (len(table) * (part + i) // self._splits for i in (0, 1))
+                rows.append(width)
+                tables.append(table[first:end])
+                last.append(min(length - (end - 1) * S, S))
+            rows += [0] * absent + [self._rows - sum(widths)]
+            tables += [[0]] * (absent + 1)
+            last += [1] * (absent + 1)
+        return rows, tables, last
+
+    def run(self, q_RQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor) -> tuple[Tensor, Tensor]:
+        splits, R = self._splits, self._rows
+        queries = q_RQD if splits == 1 else q_RQD.repeat(splits, 1, 1)
+        out, lse = self._wrapper.run(queries, (k_PSKD, v_PSKD), return_lse=True)
+        if splits > 1:
+            from flashinfer import merge_states
+
+            out = out.unflatten(0, (splits, R)).transpose(0, 1).contiguous()
+            lse = lse.unflatten(0, (splits, R)).transpose(0, 1).contiguous()
+            out, lse = merge_states(out, lse)
+        return out, lse * math.log(2)
