@@ -21,7 +21,7 @@ environment (WIDEBEAM_MAX_BEAM_WIDTH=256); flags win over the environment, which
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command and exit: 0 fine, 1 the request or file is wrong, 2 it cannot start."""
+    """Run one command and exit: 0 fine, 1 the request is wrong, 2 it cannot start or a file is wrong."""
     arguments = sys.argv[1:] if argv is None else argv
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,

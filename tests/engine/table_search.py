@@ -46,8 +46,8 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     wave = Wave(searches, vocab_size, max_rows=4096)
     device = torch.device("cpu")
     state = BeamState(4096, 16, 16, device)
-    pool = SimpleNamespace(slots=lambda lease: np.zeros(0, dtype=np.int64))
-    core = Core(model, pool, None, state, None)  # type: ignore[arg-type]
+    pool = SimpleNamespace(places=lambda lease: (np.zeros(0, dtype=np.int64),) * 2)
+    core = Core(model, pool, None, state, None, None)  # type: ignore[arg-type]
     for search in searches:
         search.lease = object()  # type: ignore[assignment]
     data = wave_data(wave, to_device(wave.arrays() | prompt_arrays(core, wave), device), vocab_size)

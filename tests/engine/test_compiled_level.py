@@ -13,9 +13,9 @@ from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import search as search_module
-from widebeam.engine import step
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
+from widebeam.engine.step import Programs, level_step
 from widebeam.engine.wave import Search, bound_widths, join_factor
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
@@ -51,7 +51,6 @@ def make_jobs(catalog: Catalog | None, normalizer: Any, stops: tuple[int, ...]) 
 )
 def test_a_level_traces_whole_and_gives_the_same(
     checkpoint: Path, catalog_file: Path, device: str, constrained: bool, normalizer: Any, stops: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     runtime = make_runtime(checkpoint, device)
     catalog = None
@@ -66,8 +65,8 @@ def test_a_level_traces_whole_and_gives_the_same(
 
     eager = results()
     torch._dynamo.reset()
-    compiled = torch.compile(step.level_step, fullgraph=True, dynamic=False, backend="aot_eager")
-    monkeypatch.setattr(search_module, "level_step", compiled)
+    compiled = torch.compile(level_step, fullgraph=True, dynamic=False, backend="aot_eager")
+    runtime.core.programs = Programs(compiled)
     assert results() == eager
     explained = torch._dynamo.utils.counters["graph_break"]
     assert not explained, explained

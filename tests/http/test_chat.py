@@ -42,7 +42,7 @@ def test_golden_answer(service: Service) -> None:
         {
             "index": index,
             "finish_reason": "stop",
-            "sglext": {"sequence_score": pytest.approx(sequence.score, abs=1e-5)},
+            "sglext": {"sequence_score": pytest.approx(sequence.score, abs=1e-5), "normalizer": "level"},
             "message": {"role": "assistant", "content": service.engine.decode(sequence.token_ids), "refusal": None},
             "logprobs": None,
         }

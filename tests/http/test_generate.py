@@ -12,6 +12,7 @@ from widebeam.engine.request import SearchParams, SearchResult
 
 IDS = [7, 11, 30, 55, 8]
 REQUEST_META = {
+    "normalizer",
     "id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens",
     "num_retractions", "weight_version", "e2e_latency", "response_sent_to_client_ts",
 }  # fmt: skip

@@ -44,7 +44,8 @@ def prefill_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
     plan.plan([len(prompt) for prompt in prompts], sum(map(len, prompts)))
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
-    hidden = model(tokens, positions, lambda layer, q, k, v: prefill_attention(q, k, v, handle)[0])
+    attends = [lambda q, k, v: prefill_attention(q, k, v, handle)[0]] * config.num_layers
+    hidden = model(tokens, positions, attends)
     return model.logits(hidden)
 
 

@@ -1,4 +1,4 @@
-"""Everything that lives on the device: the model, the pools, the search state. Built and used on the GPU thread only."""
+"""What lives on the device: the model, the pools, the search state. Built and used on the GPU thread only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import WaveResult, run_wave
 from widebeam.engine.shapes import request_rung
 from widebeam.engine.state import BeamState
-from widebeam.engine.step import Core
+from widebeam.engine.step import Core, Programs, level_step
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
 from widebeam.errors import ConfigError, RequestError
 from widebeam.kv.beam import BeamKV
@@ -75,6 +75,7 @@ class Runtime:
         self._model = load_model(folder, model_config, self.dtype, self.device)
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
         backend = self._choose_backend()
+        self._programs = Programs(level_step)
         self._plans = Plans(backend(model_config, config.page_size, pages, self.dtype, self.device))
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
@@ -107,7 +108,7 @@ class Runtime:
         config, model = self.config, self._model_config
         context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device)
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
-        return Core(self._model, context, beams, self._state, self._plans)
+        return Core(self._model, context, beams, self._state, self._plans, self._programs)
 
     @property
     def limits(self) -> WaveLimits:

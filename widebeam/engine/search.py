@@ -20,10 +20,11 @@ from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.request import Sequence
 from widebeam.engine.staging import to_device, to_host
 from widebeam.engine.state import REASONS, WaveData
-from widebeam.engine.step import Core, advance, level_step
+from widebeam.engine.step import Core, advance
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import EngineError
 from widebeam.model.attention import prefill_attention
+from widebeam.model.qwen3 import Attend
 
 PIECE = 8
 """Levels that are launched without a look at whether anybody still needs them."""
@@ -82,22 +83,24 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
         if planned != (handle, rows):
             plan.plan(rows, *contexts(wave))
             planned = (handle, rows)
-        level_step(core, data, trie, shape, level, handle)
+        core.programs.level_step(core, data, trie, shape, level, handle)
     clock.mark()
     outcomes = collect(core, wave)
     return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2))
 
 
 def prompt_arrays(core: Core, wave: Wave) -> dict[str, np.ndarray]:
-    """Packed prompts: token, position and context slot of each of T rows, and the last row of each request."""
+    """Packed prompts: token, position and place in ContextKV of each of T rows, and the last row of each request."""
     searches = wave.searches
+    places = [core.context.places(search.lease) for search in searches if search.lease]
     lengths = [search.num_tokens for search in searches]
     last_B = np.zeros(wave.requests, dtype=np.int64)
     last_B[: len(searches)] = np.cumsum(lengths) - 1
     return {
         "tokens_T": np.concatenate([search.token_ids for search in searches]).astype(np.int64),
         "positions_T": np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
-        "slots_T": np.concatenate([core.context.slots(search.lease) for search in searches if search.lease]),
+        "page_T": np.concatenate([pages for pages, _ in places]),
+        "offset_T": np.concatenate([offsets for _, offsets in places]),
         "last_B": last_B,
         "stop_B": np.array([b for b, search in enumerate(searches) for _ in search.stop_token_ids], dtype=np.int64),
         "stop_token": np.array([token for search in searches for token in search.stop_token_ids], dtype=np.int64),
@@ -115,15 +118,24 @@ def wave_data(wave: Wave, staged: dict[str, Tensor], vocab_size: int) -> WaveDat
 
 def prefill(core: Core, wave: Wave, staged: dict[str, Tensor]) -> Tensor:
     """Run the packed prompts once, filling ContextKV: hidden state at each request's last token, [B, H]."""
-    slots_T = staged["slots_T"]
+    page_T, offset_T = staged["page_T"], staged["offset_T"]
     plan, handle = core.plans.prefill(wave.requests, None)
-    plan.plan([search.num_tokens for search in wave.searches], len(slots_T))
+    plan.plan([search.num_tokens for search in wave.searches], len(page_T))
 
-    def attend(layer: int, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        core.context.write(layer, slots_T, k_TKD, v_TKD)
-        return prefill_attention(q_TQD, k_TKD, v_TKD, handle)[0]
+    def attend_with(k_pages: Tensor, v_pages: Tensor) -> Attend:
+        """The attention of one layer, which also puts keys and values on their pages."""
 
-    return core.model(staged["tokens_T"], staged["positions_T"], attend, keep_R=staged["last_B"])
+        def attend(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            k_pages[page_T, offset_T] = k_TKD
+            v_pages[page_T, offset_T] = v_TKD
+            return prefill_attention(q_TQD, k_TKD, v_TKD, handle)[0]
+
+        return attend
+
+    attends = [attend_with(*pages) for pages in zip(core.context.k, core.context.v, strict=True)]
+    return core.model(
+        staged["tokens_T"], staged["positions_T"], attends, staged["last_B"], run=core.programs.prefill_layer
+    )
 
 
 def contexts(wave: Wave) -> tuple[list[int], list[list[int]]]:

@@ -52,6 +52,12 @@ def exclusive_cumsum(size_S: Tensor) -> Tensor:
     return size_S.cumsum(0) - size_S
 
 
+def group_of(size_S: Tensor, num_places: int) -> Tensor:
+    """Which of consecutive groups of these sizes each place belongs to; places behind the last group count to it."""
+    place = torch.arange(num_places, device=size_S.device)
+    return torch.searchsorted(size_S.cumsum(0), place, right=True).clamp_max(size_S.shape[0] - 1)
+
+
 def order_by_segment(score_M: Tensor, segment_M: Tensor, num_segments: int) -> Ordered:
     """Sort by segment, then score descending, then position. Two stable sorts keep the positions of equals."""
     best = torch.sort(score_M, descending=True, stable=True).indices

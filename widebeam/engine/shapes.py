@@ -1,7 +1,7 @@
 """The shape ladder: which sizes exist, so that few shapes serve every wave. Imports no torch.
 
-What differs between waves is data where possible (lengths, widths, how rows divide among requests) and otherwise a rung:
-the number of rows, of requests, of decoded tokens, of candidates.
+What differs between waves is data where possible (lengths, widths, how rows divide among requests) and otherwise a
+rung: the number of rows, of requests, of decoded tokens, of candidates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LevelShape(NamedTuple):
 
 
 def rung(size: int, limit: int | None = None) -> int:
-    """The next size of the ladder 1, 2, 3, 4, 6, 8, 12, 16, 24, .., never beyond `limit`: at most a third is padding."""
+    """The next size of the ladder 1, 2, 3, 4, 6, 8, 12, 16, .., never beyond `limit`: at most a third is padding."""
     if size <= 2:
         return max(size, 1)
     power = 1 << (size - 1).bit_length()

@@ -7,6 +7,7 @@ Letters: R rows, B requests, M candidates, F finished sequences, J decoded token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from widebeam.engine.selection import (
     compact,
     count_before,
     exclusive_cumsum,
+    group_of,
     order_by_segment,
 )
 from widebeam.engine.shapes import LevelShape
@@ -27,7 +29,17 @@ from widebeam.engine.state import ITEM, LENGTH, STOP, BeamState, Finished, WaveD
 from widebeam.kv.beam import BeamKV, ancestor_slots
 from widebeam.kv.context import ContextKV
 from widebeam.model.attention import Plans, context_attention, merge_beam_keys
-from widebeam.model.qwen3 import Qwen3
+from widebeam.model.qwen3 import Attend, Qwen3, run_layer
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The functions that run on the device, compiled or as they are (see engine/compile.py)."""
+
+    level_step: Callable[..., None]
+    level_layer: Callable[..., Tensor] = run_layer
+    """How `level_step` runs a layer."""
+    prefill_layer: Callable[..., Tensor] = run_layer
 
 
 @dataclass
@@ -39,6 +51,7 @@ class Core:
     beams: BeamKV
     state: BeamState
     plans: Plans
+    programs: Programs
 
 
 def level_step(core: Core, wave: WaveData, trie: DeviceTrie | None, shape: LevelShape, level: int, plan: int) -> None:
@@ -58,13 +71,20 @@ def forward_rows(core: Core, wave: WaveData, shape: LevelShape, plan: int) -> Te
     positions_R = wave.context_len_B1[state.request_R[:R]] + state.level - 1
     scale = core.model.config.head_dim**-0.5
 
-    def attend(layer: int, q_RQD: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
-        core.beams.write(layer, own_R, k_RKD, v_RKD)
-        out_RQD, lse_RQ = context_attention(q_RQD, core.context.k[layer], core.context.v[layer], plan)
-        k_RJKD, v_RJKD = core.beams.read(layer, slots_RJ)
-        return merge_beam_keys(q_RQD, out_RQD, lse_RQ, k_RJKD, v_RJKD, seen_RJ, scale)
+    def attend_with(k_pages: Tensor, v_pages: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Attend:
+        """The attention of one layer: its context pages, and its slots of decoded tokens."""
 
-    return core.model(state.token_R[:R], positions_R, attend)
+        def attend(q_RQD: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
+            k_SKD[own_R] = k_RKD  # index_put: the compiler does this in place, where index_copy_ would copy the pool
+            v_SKD[own_R] = v_RKD
+            out_RQD, lse_RQ = context_attention(q_RQD, k_pages, v_pages, plan)
+            return merge_beam_keys(q_RQD, out_RQD, lse_RQ, k_SKD[slots_RJ], v_SKD[slots_RJ], seen_RJ, scale)
+
+        return attend
+
+    context, beams = core.context, core.beams
+    attends = [attend_with(*pools) for pools in zip(context.k, context.v, beams.k, beams.v, strict=True)]
+    return core.model(state.token_R[:R], positions_R, attends, run=core.programs.level_layer)
 
 
 def advance(
@@ -181,7 +201,7 @@ def _next_rows(
     state.cum_R[:R].copy_(torch.where(live_R, found.score_M[pick_R], -torch.inf))
     state.token_R[:R].copy_(token_R)
     state.node_R[:R].copy_(torch.where(live_R, found.node_M[pick_R], 0))
-    state.request_R[:R].copy_(torch.searchsorted(offset_B1[1:], row_R, right=True))
+    state.request_R[:R].copy_(group_of(width_B1, R))
     state.token_JR[:, :R].index_copy_(0, state.level, token_R.int()[None])
     state.logprob_JR[:, :R].index_copy_(0, state.level, found.logprob_M[pick_R][None])
 
@@ -208,7 +228,7 @@ def _finish(
     position_M = torch.arange(finish_M.shape[0], device=finish_M.device)
     dest_M = offset_B1[ordered.segment_M] + count_M
     place_F, new_F = compact(finish_M & (count_M < room_M), dest_M, position_M, F)
-    segment_F = torch.searchsorted(offset_B1[1:], torch.arange(F, device=finish_M.device), right=True)
+    segment_F = group_of(wave.finished_B1, F)
     pick_F = ordered.order_M[place_F]
     length_F = (state.level + 1).expand(F)
     cum_F = found.score_M[pick_F]

@@ -95,7 +95,7 @@ async def _choices(engine: Engine, result: SearchResult, body: ChatRequest) -> l
             message=AssistantMessage(content=contents[index]),
             finish_reason="length" if sequence.finish_reason == "length" else "stop",
             logprobs=logprobs[index],
-            sglext=BeamInfo(sequence_score=sequence.score),
+            sglext=BeamInfo(sequence_score=sequence.score, normalizer=result.normalizer),
         )
         for index, sequence in enumerate(result.sequences)
     ]

@@ -196,6 +196,7 @@ def _answer(job: Job, result: SearchResult, beams: list[BeamResult], prompt_ids:
         id=result.request_id,
         prompt_tokens=result.prompt_tokens,
         completion_tokens=result.completion_tokens,
+        normalizer=result.normalizer,
         input_token_logprobs=[] if job.logprobs else UNSET,
         e2e_latency=time.perf_counter() - job.started,
         response_sent_to_client_ts=time.time(),

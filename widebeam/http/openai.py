@@ -128,6 +128,8 @@ class BeamInfo(msgspec.Struct, kw_only=True):
     """`sglext`: what SGLang adds to a choice."""
 
     sequence_score: float
+    normalizer: Normalizer
+    """Over what the score is normalised; SGLang knows only `vocab`."""
 
 
 class Choice(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from widebeam.engine.request import TokenId
+from widebeam.engine.request import Normalizer, TokenId
 from widebeam.http.body import Neutral, known_fields
 from widebeam.http.protocol import MAX_PROMPT_IDS, BeamWidth, PromptIds, RequestId, SearchOptions
 from widebeam.http.sampling import Levels, SamplingFields
@@ -100,6 +100,8 @@ class RequestMeta(BeamMeta, kw_only=True):
     reasoning_tokens: int = 0
     num_retractions: int = 0
     weight_version: str = "default"
+    normalizer: Normalizer
+    """Over what the scores are normalised; SGLang knows only `vocab`."""
     input_token_logprobs: list[LogprobTriple] | UnsetType = UNSET
     beam_results: list[BeamResult] | UnsetType = UNSET
 

@@ -63,15 +63,6 @@ class BeamKV:
         lease.released = True
         self._leases.remove(lease)
 
-    def write(self, layer: int, slots_R: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> None:
-        """Put each row's newest key and value into its slot."""
-        self.k[layer].index_copy_(0, slots_R, k_RKD)
-        self.v[layer].index_copy_(0, slots_R, v_RKD)
-
-    def read(self, layer: int, slots_RJ: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of each row's decoded tokens, [R, J, K, D] each."""
-        return self.k[layer][slots_RJ], self.v[layer][slots_RJ]
-
     def check_integrity(self) -> None:
         """Leases are in order, disjoint and inside the pool. Raises RuntimeError."""
         end = 0

@@ -70,17 +70,10 @@ class ContextKV:
         self._leases.remove(lease)
         self._free.extend(reversed(lease.pages))
 
-    def slots(self, lease: ContextLease) -> np.ndarray:
-        """Flat slot (page * S + offset) of each of the lease's tokens, int64."""
-        position = np.arange(lease.num_tokens)
-        return np.asarray(lease.pages, dtype=np.int64)[position // self.page_size] * self.page_size + (
-            position % self.page_size
-        )
-
-    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Put the keys and values of prompt tokens where `slots_T` says."""
-        self.k[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
-        self.v[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+    def places(self, lease: ContextLease) -> tuple[np.ndarray, np.ndarray]:
+        """Page and offset of each of the lease's tokens, int64."""
+        position = np.arange(lease.num_tokens, dtype=np.int64)
+        return np.asarray(lease.pages, dtype=np.int64)[position // self.page_size], position % self.page_size
 
     def check_integrity(self) -> None:
         """Every page is free or held by exactly one lease. Raises RuntimeError."""

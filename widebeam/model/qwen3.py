@@ -1,12 +1,12 @@
 """The dense Qwen3 / Qwen2 decoder. It maps tokens at positions to hidden states; where keys and values are kept and
-which of them a token sees is the business of the `attend` function that the caller passes in.
+which of them a token sees is the business of the `attends` functions that the caller passes in, one for each layer.
 
 Letters: T rows (packed prompt tokens, or beams), H hidden, Q query heads, K key/value heads, D head size, N layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from widebeam.model.config import ModelConfig
 from widebeam.model.layers import Linear, RMSNorm, Rotary, float32_linear, rotate
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, Q, D], k [T, K, D], v [T, K, D]) -> attention output [T, Q, D]"""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q [T, Q, D], k [T, K, D], v [T, K, D]) -> attention output [T, Q, D]"""
 
 
 class Attention(nn.Module):
@@ -33,12 +33,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_TH: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+    def forward(self, x_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.qkv_proj(x_TH).split(self.split, dim=-1)
         q_TQD = rotate(self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))), cos, sin)
         k_TKD = rotate(self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))), cos, sin)
         v_TKD = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return self.o_proj(attend(layer, q_TQD, k_TKD, v_TKD).flatten(1))
+        return self.o_proj(attend(q_TQD, k_TKD, v_TKD).flatten(1))
 
 
 class MLP(nn.Module):
@@ -64,9 +64,14 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_TH: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos, sin, layer, attend)
+    def forward(self, x_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos, sin, attend)
         return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+
+
+def run_layer(layer: Layer, x_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    """One layer as a function: the unit that is compiled once and runs for all of them."""
+    return layer(x_TH, cos, sin, attend)
 
 
 class Qwen3(nn.Module):
@@ -90,12 +95,22 @@ class Qwen3(nn.Module):
         """Rows of the output projection: the embedding where the checkpoint ties them."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, keep_R: Tensor | None = None) -> Tensor:
-        """Hidden states after the final norm, [T, H], or only those of rows `keep_R`, [R, H]."""
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attends: Sequence[Attend],
+        keep_R: Tensor | None = None,
+        run: Callable[..., Tensor] = run_layer,
+    ) -> Tensor:
+        """Hidden states after the final norm, [T, H], or only those of rows `keep_R`, [R, H].
+
+        `attends` has an attention for each layer; `run` is `run_layer` or a compiled form of it.
+        """
         x_TH = F.embedding(tokens_T, self.embed_tokens)
         cos, sin = self.rotary(positions_T)
-        for i, layer in enumerate(self.layers):
-            x_TH = layer(x_TH, cos, sin, i, attend)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x_TH = run(layer, x_TH, cos, sin, attend)
         return self.norm(x_TH if keep_R is None else x_TH[keep_R])
 
     def logits(self, hidden_RH: Tensor, head_VH: Tensor | None = None) -> Tensor:

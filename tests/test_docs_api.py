@@ -1,0 +1,222 @@
+"""docs/api.md and docs/catalogs.md: they list what there is, and what they show is what happens."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import hdrs
+
+from tests.http.service import Service, running_service
+from widebeam import errors
+from widebeam.cli import main
+from widebeam.config import EngineConfig, ServerConfig
+from widebeam.constraints.header import Header, Level, Order
+from widebeam.constraints.template import HistoryTemplate
+from widebeam.engine.engine import Engine
+from widebeam.http import openai, sglang
+from widebeam.http.app import build_app
+from widebeam.http.failures import MethodNotAllowed
+from widebeam.http.protocol import RecommendRequest
+
+ROOT = Path(__file__).resolve().parent.parent
+API = (ROOT / "docs" / "api.md").read_text()
+CATALOGS = (ROOT / "docs" / "catalogs.md").read_text()
+BLOCK = re.compile(r'^```(\w+)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+CURL = re.compile(r"(?:# (\d+)\n)?curl -s localhost:8000(/\S+)(?:[\s\\]+-d '(.*)')?\n")
+
+
+def section(document: str, title: str) -> str:
+    """The text under a heading of the second level."""
+    return document.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def names(text: str) -> set[str]:
+    """What stands in backticks and is one name."""
+    return set(re.findall(r"`(\w+)`", text))
+
+
+def paragraph(text: str, start: str) -> str:
+    return text.split(start)[1].split("\n\n")[0]
+
+
+# What the documents list
+
+
+async def test_every_route_is_listed_and_every_listed_route_exists() -> None:
+    engine = Engine("nowhere")
+    routes = build_app(engine, ServerConfig()).router.routes()
+    await engine.stop()
+    real = {(r.method, r.resource.canonical) for r in routes if r.resource is not None and r.method != hdrs.METH_HEAD}
+    assert set(re.findall(r"`(GET|POST|PUT) (/[^`]+)`", API)) == real
+
+
+def test_every_field_is_named_in_its_route() -> None:
+    recommend, generate, chat = (
+        section(API, f"POST {path}") for path in ("/v1/recommend", "/generate", "/v1/chat/completions")
+    )
+    assert set(RecommendRequest.__struct_fields__) <= names(recommend)
+    sampling = set(sglang.SamplingParams.__struct_fields__)
+    assert sampling | set(sglang.GenerateRequest.__struct_fields__) <= names(generate)
+    assert set(openai.ChatRequest.__struct_fields__) <= names(chat)
+
+
+def test_refused_and_ignored_fields_are_those_of_the_code() -> None:
+    generate, chat = section(API, "POST /generate"), section(API, "POST /v1/chat/completions")
+    refused = names(paragraph(generate, "**Refused unless neutral**")) - {"null", "sampling_params"}
+    assert refused == {*sglang.GENERATE_NEUTRAL, *sglang.SAMPLING_NEUTRAL}
+    assert names(paragraph(generate, "**Accepted at any value:**")) == set(sglang.LABELS)
+    accepted, refused_in_chat = paragraph(chat, "Accepted at any value:").split("Refused unless neutral:")
+    assert names(accepted) == set(openai.LABELS)
+    assert names(refused_in_chat) == {*openai.CHAT_NEUTRAL, *openai.MESSAGE_NEUTRAL}
+
+
+def statuses_of_codes() -> dict[str, int]:
+    """Every stable code with its status: those of the classes, and those written where an error is raised."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RequestError)]
+    by_name = {kind.__name__: kind for kind in [*kinds, MethodNotAllowed]}
+    statuses = {kind.code: kind.status for kind in by_name.values()}
+    for path in sorted((ROOT / "widebeam").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
+                    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                    statuses[str(keyword.value.value)] = by_name[node.func.id].status
+    return statuses
+
+
+def test_every_code_is_in_the_table_at_its_status() -> None:
+    rows = re.findall(r"^\| (\d{3}) \| (.*) \|$", section(API, "Errors"), re.MULTILINE)
+    other = {"param", "timeout", "Allow", *RecommendRequest.__struct_fields__, *sglang.SamplingParams.__struct_fields__}
+    listed = {code: int(status) for status, text in rows for code in names(text) - other}
+    assert listed == statuses_of_codes()
+
+
+@pytest.mark.parametrize("document", [API, CATALOGS], ids=["api", "catalogs"])
+def test_every_flag_exists(document: str) -> None:
+    flags = {f"--{name.replace('_', '-')}" for kind in (EngineConfig, ServerConfig) for name in kind.__struct_fields__}
+    assert set(re.findall(r"(?<!-)--[a-z][a-z-]+", document)) <= flags
+
+
+def test_every_field_of_the_header_is_named() -> None:
+    rows = section(CATALOGS, "The header")
+    for kind, prefix in ((Header, ""), (Level, "levels[]."), (Order, "order."), (HistoryTemplate, "template.")):
+        for field in kind.__struct_fields__:
+            assert f"`{prefix}{field}`" in rows or f"`.{field}`" in rows, f"{prefix}{field}"
+
+
+# What docs/api.md shows
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path, catalog_file: Path) -> Iterator[Service]:
+    with running_service(checkpoint, catalog_file) as running:
+        yield running
+        running.check()
+
+
+def examples() -> list[tuple[str, str | None, int, Any]]:
+    """(path, body, status, the answer shown behind it or None) of each curl command."""
+    blocks = [(language, text) for language, _, text in BLOCK.findall(API)]
+    found = []
+    for (language, text), (next_language, next_text) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+        if language == "bash":
+            match = CURL.fullmatch(text)
+            assert match is not None, f"not a curl command of the usual form: {text}"
+            shown = json.loads(next_text) if next_language == "json" else None
+            found.append((match[2], match[3], int(match[1] or 200), shown))
+    return found
+
+
+def shape(value: Any) -> Any:
+    """Types in place of values."""
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [shape(inner) for inner in value]
+    return float if type(value) is int else type(value)
+
+
+@pytest.mark.parametrize(("path", "body", "status", "shown"), examples())
+def test_requests_are_answered_as_shown(service: Service, path: str, body: str | None, status: int, shown: Any) -> None:
+    answer = service.get(path) if body is None else service.post(path, body.encode())
+    assert answer.status == status, answer.content
+    if shown is None:
+        assert body is not None and json.loads(body)["stream"] is True
+        *events, end = answer.content.decode().removesuffix("\n\n").split("\n\n")
+        assert end == "data: [DONE]"
+        assert [json.loads(event.removeprefix("data: "))["index"] for event in events] == [0, 1]
+        return
+    assert shape(answer.json) == shape(shown)
+    if status != 200:
+        told, shown_error = answer.json["error"], shown["error"]
+        assert (told["code"], told["type"], told["param"]) == tuple(
+            shown_error[key] for key in ("code", "type", "param")
+        )
+
+
+def test_the_documented_trap(service: Service) -> None:
+    """A beam_width without n returns one beam."""
+    found = service.post("/generate", {"input_ids": [7], "sampling_params": {"beam_width": 16}}).json
+    assert len(found["meta_info"]["beam_results"]) == 1
+
+
+def test_the_client_example_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (text for language, _, text in BLOCK.findall(API) if language == "python")
+    exec(compile(code.replace("http://127.0.0.1:8000", service.url), "docs/api.md", "exec"), {})
+    answered, beams, refused = capsys.readouterr().out.splitlines()
+    assert answered.startswith("level [") and answered.count("'Title ") == 3
+    assert len(json.loads(beams)) == 4
+    assert refused == "unknown_catalog catalog 404"
+
+
+# What docs/catalogs.md shows
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of the document, and `model`; the working directory of the test."""
+    (tmp_path / "model").symlink_to(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    for language, title, text in BLOCK.findall(CATALOGS):
+        if title:
+            (tmp_path / title).parent.mkdir(exist_ok=True)
+            (tmp_path / title).write_text(text)
+        if language == "python":
+            exec(compile(text, title, "exec"), {})
+    return tmp_path
+
+
+def catalog_command(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `widebeam catalog ..` prints, problems included."""
+    with pytest.raises(SystemExit):
+        main(line.split()[1:])
+    done = capsys.readouterr()
+    return done.out + done.err
+
+
+def test_commands_print_what_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sessions = "".join(text for language, _, text in BLOCK.findall(CATALOGS) if language == "console")
+    commands = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", sessions, re.MULTILINE)
+    assert len(commands) >= 4
+    for line, shown in commands:
+        assert catalog_command(line, capsys) == shown
+
+
+def test_every_catalog_shown_is_fine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others = ("catalog.json", ".item.json", ".py")
+    titles = [title for _, title, _ in BLOCK.findall(CATALOGS) if title and not title.endswith(others)]
+    for title in [*titles, "shop/items.parquet"]:
+        fine = "is fine" in catalog_command(f"widebeam catalog validate {title} --model model", capsys)
+        assert fine == (not title.startswith(("bad/", "onerec/"))), title
+
+
+def test_the_header_shown_has_every_field(folder: Path) -> None:
+    header = msgspec.json.decode((folder / "shop" / "catalog.json").read_bytes(), type=Header)
+    assert None not in (header.sid, header.levels, header.order, header.template)
