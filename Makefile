@@ -31,7 +31,8 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(BIN)/python bench/soak.py --help
+	$(BIN)/python bench/random_checkpoint.py qwen3-0.6b build/qwen3-0.6b
+	$(BIN)/python bench/offline.py build/qwen3-0.6b --cases 500x1 --width 64 --repeats 3
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

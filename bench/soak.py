@@ -28,7 +28,9 @@ from widebeam.client import AsyncClient
 def machine() -> str:
     """The GPU's name, or the processor's kind where there is none."""
     try:
-        out = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, check=True)
+        out = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, check=True
+        )
         return out.stdout.decode().splitlines()[0]
     except (OSError, subprocess.CalledProcessError):
         return platform.machine()

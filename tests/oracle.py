@@ -42,7 +42,7 @@ def beam_search(
     final_score: Callable[[float, int], float] = lambda cum, length: cum / length,
     zero: float = 0.0,
 ) -> Answer:
-    """`logprobs(prefix)[token]` for any prefix; `items` are the legal whole sequences; see SearchParams for the rest."""
+    """`logprobs(prefix)[token]` for any prefix; `items` are the legal whole sequences; the rest as in SearchParams."""
     live: list[tuple[Prefix, float]] = [((), zero)]
     finished: list[Found] = []
     margin = float("inf")

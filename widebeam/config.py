@@ -31,6 +31,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Type of weights and KV. auto: the checkpoint's own on a GPU, float32 on a CPU."""
     attention_backend: str = "auto"
     """torch, flashinfer, or auto: FlashInfer where it can run this model, else torch."""
+    enforce_eager: bool = True
+    """Run GPU functions uncompiled. Compiled ones are faster, but a wave of a new shape compiles for half a minute when
+    it first comes, which no warm-up avoids yet. A CPU is always eager."""
     max_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = MAX_BEAM_WIDTH
     """Widest beam that a request may ask for."""
     default_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = 64

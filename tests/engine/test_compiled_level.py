@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import tiny
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
@@ -23,11 +24,9 @@ from widebeam.model.tokenizer import Tokenizer
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def make_runtime(checkpoint: Path, device: str) -> Runtime:
-    config = EngineConfig(
-        model=str(checkpoint), device=device, dtype="float32", max_wave_rows=256, max_beam_width=64, max_levels=32,
-        max_wave_tokens=512,
-    )  # fmt: skip
+def make_runtime(checkpoint: Path, device: str, **settings: Any) -> Runtime:
+    fixed = {"max_wave_rows": 256, "max_beam_width": 64, "max_levels": 32, "max_wave_tokens": 512}
+    config = EngineConfig(**({"model": str(checkpoint), "device": device, "dtype": "float32"} | fixed | settings))
     return Runtime(config, checkpoint, load_model_config(checkpoint), 512)
 
 
@@ -106,3 +105,25 @@ def test_a_trie_costs_what_its_children_cost(checkpoint: Path, catalog_file: Pat
     assert bool(real.all()) and real_children == index.nodes_at(2)
     assert child.tolist() == list(range(int(index.level_start[2]), int(index.level_start[3])))
     assert row.tolist() == sorted(row.tolist())
+
+
+@pytest.mark.gpu
+def test_compiled_waves_equal_eager_ones(tmp_path_factory: pytest.TempPathFactory, catalog_file: Path) -> None:
+    """Graphs, FlashInfer where it is installed, bfloat16: the same sequences but for near-ties, and the same again."""
+    folder = tiny.save_checkpoint(
+        tmp_path_factory.mktemp("wide"), scale=0.1, head_dim=128, hidden_size=256, max_position_embeddings=4096
+    )
+    results = {}
+    for eager in (True, False):
+        runtime = make_runtime(folder, "cuda", dtype="bfloat16", enforce_eager=eager)
+        catalog = Catalog.load(catalog_file, token_id=Tokenizer(folder).token_id)
+        runtime.add_catalog(catalog)
+        waves = [make_jobs(catalog, "level", ()), make_jobs(None, "vocab", (2, 20))]
+        results[eager] = [[[(s.token_ids, s.score) for s in o.result.sequences] for o in runtime.run(w)] for w in waves]  # type: ignore[union-attr]
+        again = [[[(s.token_ids, s.score) for s in o.result.sequences] for o in runtime.run(w)] for w in waves]  # type: ignore[union-attr]
+        assert again == results[eager], "a wave repeated is not bit-identical"
+        runtime.check_integrity()
+    for eager_wave, compiled_wave in zip(results[True], results[False], strict=True):
+        for one, two in zip(eager_wave, compiled_wave, strict=True):
+            assert [score for _, score in one] == pytest.approx([score for _, score in two], abs=0.05)
+            assert len({tuple(t) for t, _ in one} & {tuple(t) for t, _ in two}) >= len(one) - 1

@@ -154,7 +154,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "no/such/model"])
 def test_a_model_that_is_nowhere(name: str) -> None:
-    with pytest.raises(CheckpointError, match="nowhere|no/such/model"):
+    with pytest.raises(CheckpointError, match=r"nowhere|no/such/model"):
         resolve_checkpoint(name)
 
 

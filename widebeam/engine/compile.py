@@ -7,8 +7,6 @@ kernels are long. Nothing here changes what a search returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -21,31 +19,29 @@ from widebeam.model.qwen3 import run_layer
 
 EAGER = Programs(level_step)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
+SHAPES = 512
+"""Shapes of a level that may be compiled; one more is an error of torch's, since a ladder has far fewer."""
 
 
-def compiled_programs(*, autotune: bool) -> Programs:
-    """Compiled forms for a GPU. `autotune` searches for the fastest kernels, which takes minutes."""
+def compiled_programs() -> Programs:
+    """Compiled forms for a GPU, with cuBLAS for the products: it won nearly every autotuning at these sizes."""
+    torch._dynamo.config.recompile_limit = SHAPES
+    torch._dynamo.config.accumulated_recompile_limit = SHAPES
     return Programs(
-        level_step=torch.compile(
-            level_step, mode="max-autotune" if autotune else "reduce-overhead", fullgraph=True, dynamic=False
-        ),
+        level_step=torch.compile(level_step, mode="reduce-overhead", fullgraph=True, dynamic=False),
         level_layer=torch.compiler.nested_compile_region(run_layer),
         prefill_layer=torch.compile(run_layer, fullgraph=True, dynamic=True),
     )
 
 
-def keep_in_place(buffers: Iterable[Tensor]) -> None:
-    """Promise the compiler that these never move: graphs then use them directly instead of copying them in."""
-    for buffer in buffers:
+def keep_in_place(state: BeamState, context: ContextKV, beams: BeamKV) -> None:
+    """Promise the compiler that what a level reads and writes never moves: graphs then use it where it is."""
+    own = [value for value in vars(state).values() if isinstance(value, Tensor)]
+    for buffer in [*own, *state.finished, *context.k, *context.v, *beams.k, *beams.v]:
         torch._dynamo.mark_static_address(buffer, guard=False)
 
 
-def static_buffers(state: BeamState, context: ContextKV, beams: BeamKV) -> list[Tensor]:
-    """Everything of an engine that a level reads or writes at a fixed address, weights apart."""
-    own = [value for value in vars(state).values() if isinstance(value, Tensor)]
-    return [*own, *state.finished, *context.k, *context.v, *beams.k, *beams.v]
-
-
-def static_arrays(trie: DeviceTrie) -> list[Tensor]:
-    """A catalog version's arrays."""
-    return [trie.first_child, trie.code, trie.terminal, *trie.codebooks, *trie.heads]
+def keep_trie_in_place(trie: DeviceTrie) -> None:
+    """The same for a catalog version's arrays."""
+    for array in [trie.first_child, trie.code, trie.terminal, *trie.codebooks, *trie.heads]:
+        torch._dynamo.mark_static_address(array, guard=False)

@@ -13,13 +13,14 @@ import torch
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
+from widebeam.engine.compile import EAGER, compiled_programs, keep_in_place, keep_trie_in_place
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes
 from widebeam.engine.request import SearchResult, Timing
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import WaveResult, run_wave
 from widebeam.engine.shapes import request_rung
 from widebeam.engine.state import BeamState
-from widebeam.engine.step import Core, Programs, level_step
+from widebeam.engine.step import Core
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
 from widebeam.errors import ConfigError, RequestError
 from widebeam.kv.beam import BeamKV
@@ -75,7 +76,8 @@ class Runtime:
         self._model = load_model(folder, model_config, self.dtype, self.device)
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
         backend = self._choose_backend()
-        self._programs = Programs(level_step)
+        self._compiles = self.device.type == "cuda" and not config.enforce_eager
+        self._programs = EAGER  # also for the largest wave, which only measures memory
         self._plans = Plans(backend(model_config, config.page_size, pages, self.dtype, self.device))
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
@@ -86,7 +88,10 @@ class Runtime:
             )
         else:
             sizes = least_sizes(config, max_context_len)
+        self._programs = compiled_programs() if self._compiles else EAGER
         self.core = self._with_pools(sizes)
+        if self._compiles:
+            keep_in_place(self._state, self.core.context, self.core.beams)
         log.info("model on %s in %s, ready in %.1f s", self.device, self.dtype, time.perf_counter() - started)
 
     def _choose_backend(self) -> BackendFactory:
@@ -126,7 +131,10 @@ class Runtime:
     def add_catalog(self, catalog: Catalog) -> None:
         """Put a catalog version on the device. Known versions are left as they are."""
         if id(catalog) not in self._tries:
-            self._tries[id(catalog)] = (catalog, DeviceTrie(catalog, self._model.head_VH))
+            trie = DeviceTrie(catalog, self._model.head_VH)
+            if self._compiles:
+                keep_trie_in_place(trie)
+            self._tries[id(catalog)] = (catalog, trie)
 
     def run(self, jobs: list[Job]) -> list[Outcome]:
         """Search one wave: exactly one outcome for each job, with every lease released."""
