@@ -43,7 +43,7 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     """Search all of them in one wave; table b answers for search b."""
     model: Any = tables[0]
     vocab_size = model.vocab_size
-    wave = Wave(searches, vocab_size, max_rows=4096)
+    wave = Wave(searches, max_rows=4096)
     device = torch.device("cpu")
     state = BeamState(4096, 16, 16, device)
     pool = SimpleNamespace(places=lambda lease: (np.zeros(0, dtype=np.int64),) * 2)

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from tests.engine.table_search import Table, run
 from tests.oracle import Found, Prefix, beam_search
 from widebeam.constraints.catalog import Catalog
+from widebeam.engine.scoring import column_height
 from widebeam.engine.selection import compact, order_by_segment, row_top
 from widebeam.engine.wave import Search, bound_widths, join_factor
 
-VOCAB = 7
+VOCAB = 12  # three tokens a column
 
 
 def make_search(widths: tuple[int, ...], n: int, **fields: Any) -> Search:
@@ -27,7 +28,7 @@ def make_search(widths: tuple[int, ...], n: int, **fields: Any) -> Search:
     return Search(
         request_id="x",
         token_ids=np.zeros(1, dtype=np.int32),
-        widths=bound_widths(widths, catalog, VOCAB),
+        widths=bound_widths(widths, catalog, fields.get("vocab", VOCAB)),
         num_returned=n,
         catalog=catalog,
         normalizer=fields.get("normalizer", "vocab"),
@@ -55,7 +56,7 @@ def final_score(penalty: float) -> Any:
 def expect(table: Table, widths: tuple[int, ...], n: int, **fields: Any) -> list[Found]:
     return beam_search(
         float32_logprobs(table, fields.pop("codebooks", None)),
-        range(VOCAB),
+        range(table.vocab_size),
         widths,
         n,
         final_score=final_score(fields.pop("length_penalty", 1.0)),
@@ -75,11 +76,12 @@ widths_of = st.lists(st.integers(1, 20), min_size=1, max_size=4).map(lambda widt
 
 
 @settings(max_examples=150, deadline=None)
-@given(widths=widths_of, seed=st.integers(0, 10**6), data=st.data())
-def test_unconstrained(widths: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+@given(widths=widths_of, vocab=st.sampled_from([1, 5, 7, 12, 25]), seed=st.integers(0, 10**6), data=st.data())
+def test_unconstrained(widths: tuple[int, ...], vocab: int, seed: int, data: st.DataObject) -> None:
+    """Also over vocabularies that are one column, or columns of one token."""
     n = data.draw(st.integers(1, widths[-1]))
-    table = Table(VOCAB, seed)
-    assert_identical(run([table], [make_search(widths, n)])[0], expect(table, widths, n))
+    table = Table(vocab, seed)
+    assert_identical(run([table], [make_search(widths, n, vocab=vocab)])[0], expect(table, widths, n))
 
 
 @settings(max_examples=250, deadline=None)
@@ -155,12 +157,18 @@ def test_a_wave_gives_what_each_search_gives_alone(plans: list[tuple[tuple[int, 
     data=st.data(),
 )
 @settings(deadline=None)
-def test_row_top_is_a_stable_sort(values: list[float], data: st.DataObject) -> None:
+def test_row_top_orders_equals_by_tie(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values)))
-    score, index = row_top(torch.tensor([values]), k)
-    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
-    assert index[0].tolist() == expected
+    tie = data.draw(st.permutations(range(len(values))))
+    score, place = row_top(torch.tensor([values]), torch.tensor([tie]), k)
+    expected = sorted(range(len(values)), key=lambda i: (-values[i], tie[i]))[:k]
+    assert place[0].tolist() == expected
     assert score[0].tolist() == [values[i] for i in expected]
+
+
+def test_columns_divide_the_vocabulary() -> None:
+    heights = {size: column_height(size) for size in (1, 7, 12, 64, 151_936, 176_384)}
+    assert heights == {1: 1, 7: 1, 12: 3, 64: 8, 151_936: 128, 176_384: 416}
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([-1.0, -2.0, -3.0])), min_size=1, max_size=50))

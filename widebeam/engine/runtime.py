@@ -139,7 +139,7 @@ class Runtime:
     def run(self, jobs: list[Job]) -> list[Outcome]:
         """Search one wave: exactly one outcome for each job, with every lease released."""
         started = time.monotonic()
-        wave = Wave([job.search for job in jobs], self._model_config.vocab_size, self.config.max_wave_rows)
+        wave = Wave([job.search for job in jobs], self.config.max_wave_rows)
         try:
             self._acquire(self.core, wave)
             trie = self._tries[id(wave.catalog)][1] if wave.catalog is not None else None
@@ -193,7 +193,7 @@ class Runtime:
             stop_token_ids=(0,),
             length_penalty=1.0,
         )
-        wave = Wave([search], vocab_size, config.max_wave_rows)
+        wave = Wave([search], config.max_wave_rows)
         self._acquire(core, wave)
         run_wave(core, wave, None, lambda: True)
         del core

@@ -1,43 +1,73 @@
 """From hidden states to candidates: head, normaliser, legality.
 
-Letters: R rows, H hidden, V vocabulary, C codes of a level's codebook, K candidates per row, M candidates in all.
+Letters: R rows, H hidden, V vocabulary, E tokens of a column, N columns, C codes of a level's codebook (or chosen
+columns), M candidates in all.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.request import Normalizer
-from widebeam.engine.selection import Candidates, row_top
+from widebeam.engine.selection import Candidates, compact, exclusive_cumsum, order_by_segment, row_top
 from widebeam.model.qwen3 import Qwen3
 
 LOGITS_AT_ONCE = 1 << 26
-"""Elements of a [rows, V] block that exist at a time (256 MiB of float32): bounds memory for wide beams."""
+"""Elements of a [rows, V] block of which only the log-sum-exp is kept (256 MiB of float32)."""
 
 
-def vocabulary_candidates(model: Qwen3, hidden_RH: Tensor, cum_R: Tensor, k: int) -> tuple[Candidates, Tensor]:
-    """Any token may follow: each row offers its best k, all that a joint cut of k can take from it.
+def vocabulary_candidates(
+    model: Qwen3,
+    hidden_RH: Tensor,
+    cum_R: Tensor,
+    request_R: Tensor,
+    limit_B1: Tensor,
+    offered: int,
+    num_columns: int,
+) -> tuple[Candidates, Tensor]:
+    """Any token may follow; each request's best `limit` are among the candidates returned, with the rows' log-sum-exp.
 
-    Returns R * k candidates and the rows' log-sum-exp over the vocabulary, [R].
+    Sorting [R, V] would cost more than the network. So the vocabulary is cut in V / E columns of E tokens each: only a
+    request's `limit` best columns, ranked by their best token, can hold one of its `limit` best tokens, because a token
+    of any other column stands behind the best of each of those. `offered` bounds `limit` of a single request,
+    `num_columns` the sum over all.
     """
-    lses, scores, tokens, logprobs = [], [], [], []
-    for hidden, cum in _blocks(model, hidden_RH, cum_R):
-        logits = model.logits(hidden)
-        lse = logits.logsumexp(-1)
-        logprob = logits - lse[:, None]
-        score, token = row_top(cum[:, None] + logprob, k)
-        lses.append(lse)
-        scores.append(score)
-        tokens.append(token)
-        logprobs.append(logprob.gather(1, token))
-    token_M = torch.cat(tokens).flatten()
-    row_M = torch.arange(hidden_RH.shape[0], device=hidden_RH.device).repeat_interleave(k)
-    candidates = Candidates(
-        torch.cat(scores).flatten(), torch.cat(logprobs).flatten(), row_M, token_M, torch.zeros_like(token_M)
+    logits_RV = model.logits(hidden_RH)
+    lse_R = logits_RV.logsumexp(-1)
+    V = logits_RV.shape[1]
+    E = column_height(V)
+    N = V // E
+    column_N = torch.arange(N, device=cum_R.device)
+    total_REN = (cum_R[:, None] + (logits_RV - lse_R[:, None])).view(-1, E, N)
+    which_RN = total_REN.argmax(1)
+    best_RN = total_REN.gather(1, which_RN[:, None]).squeeze(1)
+    score_Rk, place_Rk = row_top(best_RN, which_RN * N + column_N, min(offered, N))
+
+    row_Q = torch.arange(cum_R.shape[0], device=cum_R.device).repeat_interleave(score_Rk.shape[1])
+    ordered = order_by_segment(score_Rk.flatten(), request_R[row_Q], limit_B1.shape[0] - 1)
+    rank_Q = torch.arange(row_Q.shape[0], device=cum_R.device) - ordered.start_S[ordered.segment_M]
+    wanted_Q = rank_Q < limit_B1[ordered.segment_M]
+    dest_Q = exclusive_cumsum(limit_B1)[ordered.segment_M] + rank_Q
+    pick_C, real_C = compact(wanted_Q, dest_Q, ordered.order_M, num_columns)
+
+    row_CE = row_Q[pick_C][:, None].expand(-1, E)
+    token_CE = torch.arange(E, device=cum_R.device) * N + place_Rk.flatten()[pick_C][:, None]
+    logprob_CE = logits_RV[row_CE, token_CE] - lse_R[row_CE]
+    score_CE = torch.where(real_C[:, None], cum_R[row_CE] + logprob_CE, -torch.inf)
+    by_position = (row_CE * V + token_CE).flatten().argsort()
+    score_M, logprob_M, row_M, token_M = (
+        array.flatten()[by_position] for array in (score_CE, logprob_CE, row_CE, token_CE)
     )
-    return candidates, torch.cat(lses)
+    return Candidates(score_M, logprob_M, row_M, token_M, torch.zeros_like(token_M)), lse_R
+
+
+def column_height(vocab_size: int) -> int:
+    """Tokens in a column: the largest divisor of the vocabulary up to its square root, which balances both sorts."""
+    return max(e for e in range(1, math.isqrt(vocab_size) + 1) if vocab_size % e == 0)
 
 
 def catalog_candidates(
@@ -62,7 +92,8 @@ def catalog_candidates(
     elif normalizer == "legal":
         lse_R = _legal_lse(logits_RC, row_M, code_M, real_M)
     else:
-        lse_R = torch.cat([model.logits(hidden).logsumexp(-1) for hidden, _ in _blocks(model, hidden_RH, cum_R)])
+        rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+        lse_R = torch.cat([model.logits(block).logsumexp(-1) for block in hidden_RH.split(rows)])
     logprob_M = logits_RC[row_M, code_M] - lse_R[row_M]
     score_M = torch.where(real_M, cum_R[row_M] + logprob_M, -torch.inf)
     return Candidates(score_M, logprob_M, row_M, trie.codebooks[level][code_M], node_M), lse_R
@@ -74,9 +105,3 @@ def _legal_lse(logits_RC: Tensor, row_M: Tensor, code_M: Tensor, real_M: Tensor)
     position_M = torch.where(real_M, row_M * C + code_M, R * C)
     legal = torch.zeros(R * C + 1, dtype=torch.bool, device=logits_RC.device).scatter_(0, position_M, real_M)
     return logits_RC.masked_fill(~legal[: R * C].view(R, C), -torch.inf).logsumexp(-1)
-
-
-def _blocks(model: Qwen3, hidden_RH: Tensor, cum_R: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Rows in blocks whose full logits fit LOGITS_AT_ONCE."""
-    rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
-    return list(zip(hidden_RH.split(rows), cum_R.split(rows), strict=True))

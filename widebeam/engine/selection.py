@@ -33,18 +33,16 @@ class Ordered(NamedTuple):
     start_S: Tensor  # int64 [B + 1], where each segment begins (at most M - 1)
 
 
-def row_top(total_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Each row's best k in exact order: (score [R, k], index [R, k]).
+def row_top(score_RN: Tensor, tie_RN: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Each row's best k by score descending, then tie ascending: (score [R, k], place [R, k]).
 
-    topk promises no order among equal values, so it runs on 64-bit keys that hold the score's bits, made monotonic,
-    above the inverted index: no two keys are equal.
+    `tie` holds distinct integers of a row, below 2**31. topk promises no order among equal values, so it runs on 64-bit
+    keys that hold the score's bits, made monotonic, above the inverted tie: no two keys are equal.
     """
-    V = total_RV.shape[1]
-    bits = torch.where(total_RV == 0, 0.0, total_RV).view(torch.int32)  # -0.0 and 0.0 are one score
+    bits = torch.where(score_RN == 0, 0.0, score_RN).view(torch.int32)  # -0.0 and 0.0 are one score
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    key_RV = (rising << 32) | torch.arange(V - 1, -1, -1, device=total_RV.device)
-    index_Rk = V - 1 - (torch.topk(key_RV, k, dim=1).values & 0xFFFFFFFF)
-    return total_RV.gather(1, index_Rk), index_Rk
+    place_Rk = torch.topk((rising << 32) | (0x7FFFFFFF - tie_RN), k, dim=1).indices
+    return score_RN.gather(1, place_Rk), place_Rk
 
 
 def exclusive_cumsum(size_S: Tensor) -> Tensor:

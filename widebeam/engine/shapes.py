@@ -30,8 +30,10 @@ class LevelShape(NamedTuple):
     """J, decoded tokens that a row can look back on."""
     splits: int
     """Parts in which attention may cut each context; see `context_splits`."""
+    offered: int
+    """Without a catalog, the most candidates that one request considers; 0 with one."""
     candidates: int
-    """With a catalog M, candidate slots in all; without one K, best tokens offered by each row."""
+    """With a catalog, slots for the children of all rows; without one, candidates that all requests consider."""
     normalizer: Normalizer
     constrained: bool
     """Only children in the catalog are candidates."""

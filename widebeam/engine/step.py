@@ -93,8 +93,12 @@ def advance(
     """Score the rows' continuations, let sequences finish, keep the best of the others as the next level's rows."""
     state, R, B = core.state, shape.rows_in, shape.requests
     cum_R, request_R = state.cum_R[:R], state.request_R[:R]
+    last_B1 = state.level == wave.levels_B1 - 1
+    limit_B1 = torch.where(last_B1, 1, wave.join_B1) * wave.widths_LB1[state.level].squeeze(0)
     if trie is None:
-        found, lse_R = vocabulary_candidates(core.model, hidden_RH, cum_R, shape.candidates)
+        found, lse_R = vocabulary_candidates(
+            core.model, hidden_RH, cum_R, request_R, limit_B1, shape.offered, shape.candidates
+        )
     else:
         found, lse_R = catalog_candidates(
             core.model, hidden_RH, cum_R, state.node_R[:R], trie, level, shape.normalizer, shape.candidates
@@ -102,7 +106,7 @@ def advance(
     _note_broken(state, request_R, cum_R, lse_R)
     found = found._replace(score_M=found.score_M.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf))
     ordered = order_by_segment(found.score_M, request_R[found.row_M], B)
-    keep_M, finish_M, reason_M = _decide(state, wave, trie, shape, found, ordered)
+    keep_M, finish_M, reason_M = _decide(state, wave, trie, shape, found, ordered, last_B1, limit_B1)
     if shape.finishing:
         _finish(state, wave, shape, found, ordered, finish_M, reason_M)
     if shape.rows_out:
@@ -117,13 +121,20 @@ def _note_broken(state: BeamState, request_R: Tensor, cum_R: Tensor, lse_R: Tens
 
 
 def _decide(
-    state: BeamState, wave: WaveData, trie: DeviceTrie | None, shape: LevelShape, found: Candidates, ordered: Ordered
+    state: BeamState,
+    wave: WaveData,
+    trie: DeviceTrie | None,
+    shape: LevelShape,
+    found: Candidates,
+    ordered: Ordered,
+    last_B1: Tensor,
+    limit_B1: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk each request's candidates best first, as merged SGLang does: (keep, finish, reason), in sorted order.
 
     A candidate that can end (stop token, or an item's SID) finishes if fewer than `width` survivors stand before it;
-    the others survive until `width` do. Only the best join * width candidates are considered; if those hold fewer
-    survivors than that, the search of the request ends and its survivors finish as they are. At a request's last
+    the others survive until `width` do. Only the best `limit` = join * width candidates are considered; if those hold
+    fewer survivors than that, the search of the request ends and its survivors finish as they are. At a request's last
     level the best `width` candidates all finish.
     """
     order, segment = ordered.order_M, ordered.segment_M
@@ -134,9 +145,8 @@ def _decide(
         nothing = torch.zeros_like(alive_M)
         return alive_M & (rank_M < width_M), nothing, nothing.long()
 
-    last_M = (state.level == wave.levels_B1 - 1)[segment]
-    join_M = torch.where(last_M, 1, wave.join_B1[segment])
-    considered_M = alive_M & (rank_M < join_M * width_M)
+    last_M, limit_M = last_B1[segment], limit_B1[segment]
+    considered_M = alive_M & (rank_M < limit_M)
     can_end_M, goes_on_M, reason = _ends(wave, trie, shape, found, ordered)
     can_end_M, goes_on_M = can_end_M | last_M, goes_on_M & ~last_M
     survive_M = considered_M & goes_on_M
@@ -144,7 +154,7 @@ def _decide(
     keep_M, finish_M = survive_M & (before_M < width_M), considered_M & can_end_M & (before_M < width_M)
     reason_M = torch.where(last_M & (trie is None), LENGTH, reason)
     if shape.stops:
-        starved_M = _starved(wave, shape, considered_M, keep_M, ordered, join_M * width_M, width_M) & ~last_M
+        starved_M = _starved(wave, shape, considered_M, keep_M, ordered, limit_M, width_M) & ~last_M
         finish_M = finish_M | (keep_M & starved_M)
         reason_M = torch.where(keep_M & starved_M, LENGTH, reason_M)
         keep_M = keep_M & ~starved_M

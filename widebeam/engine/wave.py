@@ -86,7 +86,7 @@ def bound_widths(widths: tuple[int, ...], catalog: Catalog | None, vocab_size: i
 class Wave:
     """A set of searches that share catalog version and normaliser, with their shapes and staged arrays."""
 
-    def __init__(self, searches: list[Search], vocab_size: int, max_rows: int) -> None:
+    def __init__(self, searches: list[Search], max_rows: int) -> None:
         self.searches = searches
         self.catalog = searches[0].catalog
         self.normalizer = searches[0].normalizer
@@ -96,7 +96,7 @@ class Wave:
         self.finished = rung(sum(search.num_returned for search in searches), max_rows)
         self.has_stops = any(search.stop_token_ids for search in searches)
         self.beam_lease: BeamLease | None = None
-        self.shapes = [self._shape(level, vocab_size) for level in range(self.num_levels)]
+        self.shapes = [self._shape(level) for level in range(self.num_levels)]
         self.stride = max((shape.rows_out for shape in self.shapes), default=0)
 
     @property
@@ -108,10 +108,11 @@ class Wave:
         """Live rows of each request after `level`: those that go on to the next one."""
         return [search.widths[level] if level < search.levels - 1 else 0 for search in self.searches]
 
-    def _shape(self, level: int, vocab_size: int) -> LevelShape:
+    def _shape(self, level: int) -> LevelShape:
         catalog = self.catalog
         rows_in = self.requests if level == 0 else rung(sum(self.rows(level - 1)), self.max_rows)
         rows_out = sum(self.rows(level))
+        offered, candidates = self._candidates(level)
         ending = any(level == search.levels - 1 for search in self.searches)
         return LevelShape(
             requests=self.requests,
@@ -120,21 +121,22 @@ class Wave:
             finished=self.finished,
             depth=depth_rung(level),
             splits=context_splits(rows_in, min(search.num_tokens for search in self.searches)),
-            candidates=self._candidates(level, vocab_size),
+            offered=offered,
+            candidates=candidates,
             normalizer=self.normalizer,
             constrained=catalog is not None,
             finishing=ending or self.has_stops or (catalog is not None and catalog.index.mixed_depth),
             stops=self.has_stops,
         )
 
-    def _candidates(self, level: int, vocab_size: int) -> int:
-        """Without a catalog, the best that a row offers; with one, a bound on the children of all rows."""
+    def _candidates(self, level: int) -> tuple[int, int]:
+        """`offered` and `candidates` of LevelShape."""
         active = [search for search in self.searches if level < search.levels]
         if self.catalog is None:
-            offered = max(search.widths[level] * search.join for search in active)
-            return rung(offered, vocab_size)
+            limits = [search.widths[level] * search.join for search in active]
+            return rung(max(limits)), rung(sum(limits))
         parents = [1 if level == 0 else search.widths[level - 1] for search in active]
-        return rung(sum(self.catalog.index.widest(level, width) for width in parents))
+        return 0, rung(sum(self.catalog.index.widest(level, width) for width in parents))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What the device needs to know about the wave and its requests, by WaveData's names."""
