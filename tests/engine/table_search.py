@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.oracle import Found, Prefix
 from widebeam.constraints.trie import DeviceTrie
-from widebeam.engine.search import collect, prompt_arrays, wave_data
+from widebeam.engine.search import collect, stop_arrays, wave_data
 from widebeam.engine.staging import to_device
 from widebeam.engine.state import BeamState
 from widebeam.engine.step import Core, advance
@@ -46,11 +46,8 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     wave = Wave(searches, max_rows=4096)
     device = torch.device("cpu")
     state = BeamState(4096, 16, 16, device)
-    pool = SimpleNamespace(places=lambda lease: (np.zeros(0, dtype=np.int64),) * 2)
-    core = Core(model, pool, None, state, None, None)  # type: ignore[arg-type]
-    for search in searches:
-        search.lease = object()  # type: ignore[assignment]
-    data = wave_data(wave, to_device(wave.arrays() | prompt_arrays(core, wave), device), vocab_size)
+    core = Core(model, None, None, state, None, None)  # type: ignore[arg-type]
+    data = wave_data(wave, to_device(wave.arrays() | stop_arrays(wave), device), vocab_size)
     trie = DeviceTrie(catalog, model.head_VH) if catalog is not None else None
     state.start(data.num_requests, wave.requests)
     for level, shape in enumerate(wave.shapes):

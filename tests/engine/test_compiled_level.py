@@ -1,4 +1,7 @@
-"""A whole level is one graph: forward, head, normaliser, legality, selection, re-pathing; no break, no read-back."""
+"""A whole level is one graph: forward, head, normaliser, legality, selection, re-pathing; no break, no read-back.
+
+So is prefill with level 0, whose prompts may be padded to a rung.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import search as search_module
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
-from widebeam.engine.step import Programs, level_step
+from widebeam.engine.step import Programs, advance, first_step, level_step
 from widebeam.engine.wave import Search, bound_widths, join_factor
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
@@ -44,12 +47,14 @@ def make_jobs(catalog: Catalog | None, normalizer: Any, stops: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
 @pytest.mark.parametrize(
     ("constrained", "normalizer", "stops"),
     [(True, "level", ()), (True, "legal", ()), (True, "vocab", ()), (False, "vocab", ()), (False, "vocab", (2, 20))],
 )
 def test_a_level_traces_whole_and_gives_the_same(
-    checkpoint: Path, catalog_file: Path, device: str, constrained: bool, normalizer: Any, stops: tuple[int, ...],
+    checkpoint: Path, catalog_file: Path, device: str, padded: bool, constrained: bool, normalizer: Any,
+    stops: tuple[int, ...],
 ) -> None:  # fmt: skip
     runtime = make_runtime(checkpoint, device)
     catalog = None
@@ -64,8 +69,13 @@ def test_a_level_traces_whole_and_gives_the_same(
 
     eager = results()
     torch._dynamo.reset()
-    compiled = torch.compile(level_step, fullgraph=True, dynamic=False, backend="aot_eager")
-    runtime.core.programs = Programs(compiled)
+
+    def traced(function: Any) -> Any:
+        return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+
+    runtime.core.programs = Programs(
+        traced(first_step), traced(advance), traced(level_step), padded_tokens=512 if padded else 0
+    )
     assert results() == eager
     explained = torch._dynamo.utils.counters["graph_break"]
     assert not explained, explained

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from widebeam.engine.scheduler import Job, Outcome, Scheduler, WaveLimits
-from widebeam.engine.shapes import rung
+from widebeam.engine.shapes import rung, token_rung
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded
 
@@ -101,3 +101,4 @@ def test_rungs_cover_and_waste_at_most_a_third(size: int) -> None:
     assert size <= rung(size) <= max(size, -(-size * 3 // 2))
     assert rung(rung(size)) == rung(size)
     assert rung(size, size) == size
+    assert size <= token_rung(size) <= max(size + 63, size * 5 // 4) and token_rung(token_rung(size)) == token_rung(size)

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.request import Sequence
+from widebeam.engine.shapes import token_rung
 from widebeam.engine.staging import to_device, to_host
-from widebeam.engine.state import REASONS, WaveData
-from widebeam.engine.step import Core, advance
+from widebeam.engine.state import REASONS, Prompts, WaveData
+from widebeam.engine.step import Core, prefill
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import EngineError
-from widebeam.model.attention import prefill_attention
-from widebeam.model.qwen3 import Attend
 
 PIECE = 8
 """Levels that are launched without a look at whether anybody still needs them."""
@@ -67,11 +66,11 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
     device = core.state.level.device
     clock = Clock(device)
     clock.mark()
-    staged = to_device(wave.arrays() | prompt_arrays(core, wave), device)
+    prompts = prompt_arrays(core, wave)
+    staged = to_device(wave.arrays() | stop_arrays(wave) | prompts, device)
     data = wave_data(wave, staged, core.model.config.vocab_size)
     core.state.start(data.num_requests, wave.requests)
-    hidden_BH = prefill(core, wave, staged)
-    advance(core, data, trie, wave.shapes[0], 0, hidden_BH)
+    launch_first(core, data, trie, wave, Prompts(**{name: staged[name] for name in prompts}))
     clock.mark()
     planned: tuple[int, list[int]] | None = None
     for level in range(1, wave.num_levels):
@@ -89,22 +88,46 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
     return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2))
 
 
+def launch_first(core: Core, data: WaveData, trie: DeviceTrie | None, wave: Wave, prompts: Prompts) -> None:
+    """Prefill and level 0: as one graph where the host could not launch as fast as the device runs, else by layer."""
+    rows, shape, programs = len(prompts.tokens_T), wave.shapes[0], core.programs
+    graphed = rows <= programs.padded_tokens
+    plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
+    plan.plan([search.num_tokens for search in wave.searches], rows)
+    if graphed:
+        programs.first_step(core, data, trie, shape, prompts, handle)
+    else:
+        programs.first_level(core, data, trie, shape, 0, prefill(core, prompts, handle, programs.prefill_layer))
+
+
 def prompt_arrays(core: Core, wave: Wave) -> dict[str, np.ndarray]:
-    """Packed prompts: token, position and place in ContextKV of each of T rows, and the last row of each request."""
+    """The fields of Prompts, padded to a rung if a graph is to replay them."""
     searches = wave.searches
     places = [core.context.places(search.lease) for search in searches if search.lease]
     lengths = [search.num_tokens for search in searches]
     last_B = np.zeros(wave.requests, dtype=np.int64)
     last_B[: len(searches)] = np.cumsum(lengths) - 1
+    total = sum(lengths)
+    rows = token_rung(total) if token_rung(total) <= core.programs.padded_tokens else total
+
+    def packed(parts: list[np.ndarray]) -> np.ndarray:
+        filling = np.zeros(rows - total, dtype=np.int64)
+        return np.concatenate([*parts, filling]).astype(np.int64)
+
     return {
-        "tokens_T": np.concatenate([search.token_ids for search in searches]).astype(np.int64),
-        "positions_T": np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
-        "page_T": np.concatenate([pages for pages, _ in places]),
-        "offset_T": np.concatenate([offsets for _, offsets in places]),
+        "tokens_T": packed([search.token_ids for search in searches]),
+        "positions_T": packed([np.arange(length) for length in lengths]),
+        "page_T": packed([pages for pages, _ in places]),
+        "offset_T": packed([offsets for _, offsets in places]),
         "last_B": last_B,
-        "stop_B": np.array([b for b, search in enumerate(searches) for _ in search.stop_token_ids], dtype=np.int64),
-        "stop_token": np.array([token for search in searches for token in search.stop_token_ids], dtype=np.int64),
     }
+
+
+def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
+    """Every stop token of every request: request and token."""
+    pairs = [(b, token) for b, search in enumerate(wave.searches) for token in search.stop_token_ids]
+    request, token = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return {"stop_B": request, "stop_token": token}
 
 
 def wave_data(wave: Wave, staged: dict[str, Tensor], vocab_size: int) -> WaveData:
@@ -114,28 +137,6 @@ def wave_data(wave: Wave, staged: dict[str, Tensor], vocab_size: int) -> WaveDat
         stop_BV = torch.zeros(wave.requests + 1, vocab_size, dtype=torch.bool, device=staged["stop_B"].device)
         stop_BV[staged["stop_B"], staged["stop_token"]] = True
     return WaveData(stop_BV=stop_BV, **{name: staged[name] for name in wave.arrays()})
-
-
-def prefill(core: Core, wave: Wave, staged: dict[str, Tensor]) -> Tensor:
-    """Run the packed prompts once, filling ContextKV: hidden state at each request's last token, [B, H]."""
-    page_T, offset_T = staged["page_T"], staged["offset_T"]
-    plan, handle = core.plans.prefill(wave.requests, None)
-    plan.plan([search.num_tokens for search in wave.searches], len(page_T))
-
-    def attend_with(k_pages: Tensor, v_pages: Tensor) -> Attend:
-        """The attention of one layer, which also puts keys and values on their pages."""
-
-        def attend(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            k_pages[page_T, offset_T] = k_TKD
-            v_pages[page_T, offset_T] = v_TKD
-            return prefill_attention(q_TQD, k_TKD, v_TKD, handle)[0]
-
-        return attend
-
-    attends = [attend_with(*pages) for pages in zip(core.context.k, core.context.v, strict=True)]
-    return core.model(
-        staged["tokens_T"], staged["positions_T"], attends, staged["last_B"], run=core.programs.prefill_layer
-    )
 
 
 def contexts(wave: Wave) -> tuple[list[int], list[list[int]]]:

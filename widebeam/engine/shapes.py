@@ -57,6 +57,12 @@ def rung(size: int, limit: int | None = None) -> int:
     return padded if limit is None else min(padded, limit)
 
 
+def token_rung(tokens: int) -> int:
+    """The next number of prompt tokens that a graph is captured for: steps of an eighth, at least 64."""
+    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
+
+
 def request_rung(requests: int) -> int:
     """The next number of requests in a wave: coarse, since a request that is not there costs next to nothing."""
     return REQUEST_RUNGS[bisect_left(REQUEST_RUNGS, requests)]

@@ -74,6 +74,17 @@ class BeamState:
 
 
 @dataclass
+class Prompts:
+    """The packed prompts of a wave, on the device. Rows that only fill a shape write to page 0."""
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    page_T: Tensor  # int64, page of ContextKV
+    offset_T: Tensor  # int64, place on the page
+    last_B: Tensor  # int64, row of each request's last token
+
+
+@dataclass
 class WaveData:
     """What differs between waves of one shape, on the device. Last entries of the B1 arrays are padding."""
 

@@ -25,10 +25,10 @@ from widebeam.engine.selection import (
     order_by_segment,
 )
 from widebeam.engine.shapes import LevelShape
-from widebeam.engine.state import ITEM, LENGTH, STOP, BeamState, Finished, WaveData
+from widebeam.engine.state import ITEM, LENGTH, STOP, BeamState, Finished, Prompts, WaveData
 from widebeam.kv.beam import BeamKV, ancestor_slots
 from widebeam.kv.context import ContextKV
-from widebeam.model.attention import Plans, context_attention, merge_beam_keys
+from widebeam.model.attention import Plans, context_attention, merge_beam_keys, prefill_attention
 from widebeam.model.qwen3 import Attend, Qwen3, run_layer
 
 
@@ -36,10 +36,17 @@ from widebeam.model.qwen3 import Attend, Qwen3, run_layer
 class Programs:
     """The functions that run on the device, compiled or as they are (see engine/compile.py)."""
 
+    first_step: Callable[..., None]
+    """`first_step` below, for prompts of `padded_tokens` or fewer tokens in all."""
+    first_level: Callable[..., None]
+    """`advance` below, behind the prefill of more tokens."""
     level_step: Callable[..., None]
-    level_layer: Callable[..., Tensor] = run_layer
-    """How `level_step` runs a layer."""
+    step_layer: Callable[..., Tensor] = run_layer
+    """How both steps run a layer."""
     prefill_layer: Callable[..., Tensor] = run_layer
+    """How the prefill of more tokens runs a layer."""
+    padded_tokens: int = 0
+    """Up to so many tokens prompts are padded to a rung, so that a graph can replay them."""
 
 
 @dataclass
@@ -52,6 +59,30 @@ class Core:
     state: BeamState
     plans: Plans
     programs: Programs
+
+
+def first_step(
+    core: Core, wave: WaveData, trie: DeviceTrie | None, shape: LevelShape, prompts: Prompts, plan: int
+) -> None:
+    """Prefill and level 0 in one."""
+    advance(core, wave, trie, shape, 0, prefill(core, prompts, plan, core.programs.step_layer))
+
+
+def prefill(core: Core, prompts: Prompts, plan: int, run: Callable[..., Tensor]) -> Tensor:
+    """Run the packed prompts, filling ContextKV: hidden state at each request's last token, [B, H]."""
+
+    def attend_with(k_pages: Tensor, v_pages: Tensor) -> Attend:
+        """The attention of one layer, which also puts keys and values on their pages."""
+
+        def attend(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            k_pages[prompts.page_T, prompts.offset_T] = k_TKD
+            v_pages[prompts.page_T, prompts.offset_T] = v_TKD
+            return prefill_attention(q_TQD, k_TKD, v_TKD, plan)[0]
+
+        return attend
+
+    attends = [attend_with(*pages) for pages in zip(core.context.k, core.context.v, strict=True)]
+    return core.model(prompts.tokens_T, prompts.positions_T, attends, prompts.last_B, run)
 
 
 def level_step(core: Core, wave: WaveData, trie: DeviceTrie | None, shape: LevelShape, level: int, plan: int) -> None:
@@ -84,7 +115,7 @@ def forward_rows(core: Core, wave: WaveData, shape: LevelShape, plan: int) -> Te
 
     context, beams = core.context, core.beams
     attends = [attend_with(*pools) for pools in zip(context.k, context.v, beams.k, beams.v, strict=True)]
-    return core.model(state.token_R[:R], positions_R, attends, run=core.programs.level_layer)
+    return core.model(state.token_R[:R], positions_R, attends, run=core.programs.step_layer)
 
 
 def advance(
