@@ -101,4 +101,6 @@ def test_rungs_cover_and_waste_at_most_a_third(size: int) -> None:
     assert size <= rung(size) <= max(size, -(-size * 3 // 2))
     assert rung(rung(size)) == rung(size)
     assert rung(size, size) == size
-    assert size <= token_rung(size) <= max(size + 63, size * 5 // 4) and token_rung(token_rung(size)) == token_rung(size)
+    assert size <= token_rung(size) <= max(size + 63, size * 5 // 4) and token_rung(token_rung(size)) == token_rung(
+        size
+    )

@@ -70,13 +70,14 @@ def first_step(
 
 def prefill(core: Core, prompts: Prompts, plan: int, run: Callable[..., Tensor]) -> Tensor:
     """Run the packed prompts, filling ContextKV: hidden state at each request's last token, [B, H]."""
+    page_T, offset_T = prompts.page_T.clone(), prompts.offset_T.clone()  # a nested region takes no views of one buffer
 
     def attend_with(k_pages: Tensor, v_pages: Tensor) -> Attend:
         """The attention of one layer, which also puts keys and values on their pages."""
 
         def attend(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            k_pages[prompts.page_T, prompts.offset_T] = k_TKD
-            v_pages[prompts.page_T, prompts.offset_T] = v_TKD
+            k_pages[page_T, offset_T] = k_TKD
+            v_pages[page_T, offset_T] = v_TKD
             return prefill_attention(q_TQD, k_TKD, v_TKD, plan)[0]
 
         return attend
