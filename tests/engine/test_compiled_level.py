@@ -29,7 +29,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def make_runtime(checkpoint: Path, device: str, **settings: Any) -> Runtime:
-    fixed = {"max_wave_rows": 256, "max_beam_width": 64, "max_levels": 32, "max_wave_tokens": 512}
+    fixed = {
+        "max_wave_rows": 256,
+        "max_beam_width": 64,
+        "max_levels": 32,
+        "max_wave_tokens": 512,
+        "max_total_tokens": 1024,
+    }
     config = EngineConfig(**({"model": str(checkpoint), "device": device, "dtype": "float32"} | fixed | settings))
     return Runtime(config, checkpoint, load_model_config(checkpoint), 512)
 
