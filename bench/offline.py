@@ -71,8 +71,8 @@ def measure(runtime: Runtime, jobs: list[Job], repeats: int) -> dict[str, Any]:
     prefill = statistics.median(prefill for _, prefill in times)
     total = statistics.median(totals)
     return {
-        "total_ms": total, "p90_ms": totals[int(0.9 * len(totals))], "prefill_ms": prefill, "levels_ms": total - prefill,
-        "warm_up_s": first_s, "returned": len(result.sequences),
+        "total_ms": total, "p90_ms": totals[int(0.9 * len(totals))], "prefill_ms": prefill,
+        "levels_ms": total - prefill, "warm_up_s": first_s, "returned": len(result.sequences),
     }  # fmt: skip
 
 

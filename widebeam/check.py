@@ -36,8 +36,17 @@ def _torch() -> list[tuple[str, str]]:
 def _flashinfer() -> list[tuple[str, str]]:
     if importlib.util.find_spec("flashinfer") is None:
         return [("flashinfer", "no: not installed (pip install 'widebeam[cuda]'); attention runs in plain PyTorch")]
-    version = importlib.metadata.version("flashinfer-python")
-    return [("flashinfer", f"{version}; attention runs on it from Ampere on, in bfloat16 and float16")]
+    return [
+        ("flashinfer", f"{_version('flashinfer-python')}; attention runs on it from Ampere on, in bfloat16 and float16")
+    ]
+
+
+def _version(distribution: str) -> str:
+    """The version of a module that is there, under whatever name it was distributed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "is installed, of unknown version"
 
 
 def _compiler() -> list[tuple[str, str]]:
@@ -46,7 +55,7 @@ def _compiler() -> list[tuple[str, str]]:
     if importlib.util.find_spec("triton") is None:
         rows.append(("triton", "no: not installed; GPU kernels cannot be compiled"))
     else:
-        rows.append(("triton", importlib.metadata.version("triton")))
+        rows.append(("triton", _version("triton")))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("c++", compiler or "no: torch.compile cannot build for the CPU; the engine does not need it"))
     return rows

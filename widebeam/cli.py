@@ -53,17 +53,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _serve(arguments: list[str]) -> int:
-    import logging
-
     from widebeam.config import Config
     from widebeam.http.server import run
     from widebeam.settings import parse
 
-    config = parse(Config, arguments, "widebeam serve MODEL")
-    logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )
-    return run(config)
+    return run(parse(Config, arguments, "widebeam serve MODEL"))
 
 
 def _generate(arguments: list[str]) -> int:

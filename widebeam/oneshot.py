@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
-from widebeam.config import EngineConfig
-from widebeam.engine.request import SearchParams
+from widebeam.config import EngineConfig, ServerConfig
+from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.errors import ConfigError
 from widebeam.policies import PolicySpec
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The request; exactly one of prompt, input_ids and history."""
 
     prompt: str | None = None
@@ -24,7 +24,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 10
     """Items or sequences to return."""
     beam_width: int | None = None
-    """Beams kept at each level."""
+    """Beams kept at each level. By default as /v1/recommend has it with a catalog, else as many as are returned."""
     widths: tuple[int, ...] | None = None
     """Beams kept at each level, one number a level (policy "scheduled")."""
     max_new_tokens: int | None = None
@@ -35,11 +35,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata columns to return with items."""
 
 
-class Generate(msgspec.Struct, frozen=True, kw_only=True):
+class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the command."""
 
     engine: EngineConfig
     request: Request = Request()
+    server: ServerConfig = ServerConfig()
+    """Not used here; one file or environment may hold all settings."""
 
 
 def generate(settings: Generate) -> str:
@@ -50,36 +52,28 @@ def generate(settings: Generate) -> str:
     given = [name for name in ("prompt", "input_ids", "history") if getattr(request, name) is not None]
     if len(given) != 1:
         raise ConfigError("exactly one of --prompt, --input-ids and --history is needed")
-    policy = PolicySpec(name="scheduled", widths=request.widths) if request.widths else None
-    width = request.beam_width or (None if policy else max(request.n, settings.engine.default_beam_width))
+    if settings.engine.catalog is None and (request.history is not None or request.fields):
+        raise ConfigError("--history and --fields need --catalog")
     params = SearchParams(
         n=request.n,
-        beam_width=width,
-        policy=policy,
+        beam_width=request.beam_width,
+        policy=None if request.widths is None else PolicySpec(name="scheduled", widths=request.widths),
         max_new_tokens=request.max_new_tokens,
         normalizer=request.normalizer,
     )
     engine = Engine(settings.engine)
     try:
         if settings.engine.catalog is not None:
-            recommending = engine.recommend(
-                prompt=request.prompt,
-                input_ids=request.input_ids,
-                history=request.history,
-                n=request.n,
-                fields=request.fields,
-                params=params,
-            )
-            answer: object = engine.run(recommending).items
+            inputs: dict[str, Any] = {given[0]: getattr(request, given[0])}
+            answer: object = engine.run(
+                engine.recommend(**inputs, n=request.n, fields=request.fields, params=params)
+            ).items
         else:
-            if request.history is not None:
-                raise ConfigError("--history needs --catalog")
-            prompt = request.prompt if request.prompt is not None else request.input_ids or ()
-            result = engine.generate(prompt, **msgspec.to_builtins(params))
-            answer = [
-                {"text": engine.decode(s.token_ids)} | msgspec.to_builtins(s)
-                for s in result.sequences  # type: ignore[union-attr]
-            ]
+            if request.widths is None and request.beam_width is None:
+                params = msgspec.structs.replace(params, beam_width=request.n)
+            prompt = request.prompt if request.prompt is not None else [*(request.input_ids or ())]
+            (result,) = cast("list[SearchResult]", engine.generate([prompt], **msgspec.to_builtins(params)))
+            answer = [{"text": engine.decode(s.token_ids)} | msgspec.to_builtins(s) for s in result.sequences]
     finally:
         engine.close()
     return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()

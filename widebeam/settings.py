@@ -29,11 +29,12 @@ def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[s
     """
     flags = [_canonical(argument) for argument in arguments]
     if flags and not flags[0].startswith("-"):
+        if any(flag.partition("=")[0] == "--model" for flag in flags):
+            raise ConfigError(f"the model is given twice, as {flags[0]!r} and by --model")
         flags = ["--model", *flags]
     file, flags = _take_config_flag(flags)
     tree: dict[str, Any] = _read_toml(file) if file else {}
     _add_environment(tree, environment)
-    given = any(flag == "--model" or flag.startswith("--model=") for flag in flags)
     tree.setdefault("engine", {}).setdefault("model", "")
     settings = tyro.cli(
         tyro.conf.OmitArgPrefixes[kind],  # type: ignore[valid-type,misc]
@@ -43,7 +44,7 @@ def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[s
         config=(tyro.conf.OmitSubcommandPrefixes,),
     )
     checked = convert(msgspec.to_builtins(settings), kind)
-    if not given and not checked.engine.model:
+    if not checked.engine.model:
         raise ConfigError(f"no model: {prog}")
     return checked
 
@@ -66,9 +67,13 @@ def _take_config_flag(flags: list[str]) -> tuple[Path | None, list[str]]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    for name, section in tree.items():
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: {name} must be a section, [{name}]")
+    return tree
 
 
 def _add_environment(tree: dict[str, Any], environment: Mapping[str, str]) -> None:

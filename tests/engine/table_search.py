@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tests.oracle import Found, Prefix
 from widebeam.constraints.trie import DeviceTrie
+from widebeam.engine.advance import advance
+from widebeam.engine.core import Core
 from widebeam.engine.search import collect, stop_arrays, wave_data
 from widebeam.engine.staging import to_device
 from widebeam.engine.state import BeamState
-from widebeam.engine.step import Core, advance
 from widebeam.engine.wave import Search, Wave
 from widebeam.model.layers import float32_linear
 

@@ -17,9 +17,11 @@ from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import search as search_module
+from widebeam.engine.advance import advance
+from widebeam.engine.core import Programs
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
-from widebeam.engine.step import Programs, advance, first_step, level_step
+from widebeam.engine.step import first_step, level_step
 from widebeam.engine.wave import Search, bound_widths, join_factor
 from widebeam.model.config import load_model_config
 from widebeam.model.qwen3 import run_layer

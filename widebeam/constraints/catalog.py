@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,12 @@ class Catalogs:
 
     def __init__(self) -> None:
         self._current: dict[str, Catalog] = {}
+        self._versions: Counter[str] = Counter()
+
+    def next_version(self, catalog: Catalog) -> Catalog:
+        """The catalog with the next version number of its name; a number is given once."""
+        self._versions[catalog.name] += 1
+        return replace(catalog, version=self._versions[catalog.name])
 
     def add(self, catalog: Catalog) -> None:
         """Offer a catalog under its name, in place of an earlier version."""

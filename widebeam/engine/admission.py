@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import uuid
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -37,13 +38,14 @@ class Limits:
 
 def make_params(fields: dict[str, Any]) -> SearchParams:
     """SearchParams from plain values, with every declared bound enforced. Raises InvalidRequest."""
-    try:
-        params = msgspec.convert(fields, SearchParams)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from None
-    if not math.isfinite(params.length_penalty):
+    penalty = fields.get("length_penalty", 1.0)
+    if isinstance(penalty, float) and not math.isfinite(penalty):  # NaN passes every comparison of a bound
         raise InvalidRequest("length_penalty must be a finite number", param="length_penalty")
-    return params
+    try:
+        return msgspec.convert(fields, SearchParams)
+    except msgspec.ValidationError as error:
+        field = re.search(r"`\$\.([\w.]+)", str(error))
+        raise InvalidRequest(str(error), param=field[1] if field else None) from None
 
 
 def admit(
@@ -83,7 +85,10 @@ def check_tokens(token_ids: Seq[int] | np.ndarray, vocab_size: int) -> np.ndarra
     """Prompt tokens as int32, each inside the vocabulary: nothing else ever reaches the device."""
     if len(token_ids) == 0:
         raise InvalidRequest("the prompt is empty", code="empty_prompt", param="input_ids")
-    tokens = np.asarray(token_ids)
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError:  # rows of different lengths
+        tokens = np.empty((0, 0))
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InvalidRequest("input_ids must be a flat list of integers", param="input_ids")
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
@@ -164,16 +169,10 @@ def _check_memory(search: Search, wave: WaveLimits) -> None:
             code="context_too_long",
             param="input_ids",
         )
-    if search.rows > wave.rows:
-        raise InvalidRequest(
-            f"the search holds {search.rows} rows, but a wave has {wave.rows} (--max-wave-rows)",
-            code="beam_too_wide",
-            param="beam_width",
-        )
-    slots = rung(search.rows, wave.rows) * (search.levels - 1)
+    slots = rung(search.beam_rows, wave.rows) * (search.levels - 1)
     if slots > wave.beam_slots:
         raise InvalidRequest(
-            f"{search.levels} levels of {search.rows} rows need {slots} beam KV tokens, but the pool has "
+            f"{search.levels} levels of {search.beam_rows} rows need {slots} beam KV tokens, but the pool has "
             f"{wave.beam_slots} (--beam-kv-tokens)",
             code="search_too_large",
             param="max_new_tokens",

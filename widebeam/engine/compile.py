@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from widebeam.constraints.trie import DeviceTrie
+from widebeam.engine.advance import advance
+from widebeam.engine.core import Programs
 from widebeam.engine.state import BeamState
-from widebeam.engine.step import Programs, advance, first_step, level_step
+from widebeam.engine.step import first_step, level_step
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.model.qwen3 import run_layer

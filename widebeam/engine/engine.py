@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
-from widebeam.blocking import LoopThread
 from widebeam.config import EngineConfig, convert
 from widebeam.constraints.catalog import Catalog, Catalogs
 from widebeam.engine.admission import Limits, admit, make_params
+from widebeam.engine.blocking import Blocking
 from widebeam.engine.prompts import Prompts
 from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import Recommendation, ranked_items
@@ -42,8 +41,6 @@ from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import resolve_checkpoint
 
 State = Literal["starting", "ready", "draining", "stopped", "dead"]
-Prompt = str | Seq[int]
-T = TypeVar("T")
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -64,7 +61,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     beam_slots_high_water: int
 
 
-class Engine:
+class Engine(Blocking):
     """A model, its catalogs and a queue of searches.
 
     `Engine("path/to/model", catalog="items.parquet")`, or an EngineConfig. Use it as an asynchronous context manager,
@@ -84,7 +81,6 @@ class Engine:
         self._runtime: Runtime
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Job, asyncio.Future[SearchResult]] = {}
-        self._blocking: LoopThread | None = None
         self._done = self._refused = 0
 
     # Life cycle
@@ -101,26 +97,28 @@ class Engine:
             )
             self._worker.start()
             self._runtime = await asyncio.wrap_future(self._worker.ready)
-            eos = set(self.model_config.eos_token_ids) | (self.tokenizer.eos_token_ids if self.tokenizer else set())
-            self._limits = Limits(
-                self.config, self.model_config.vocab_size, self.max_context_len, frozenset(eos), self._runtime.limits
-            )
+            vocab_size = self.model_config.vocab_size
+            eos = {*self.model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
+            reachable = frozenset(token for token in eos if 0 <= token < vocab_size)
+            self._limits = Limits(self.config, vocab_size, self.max_context_len, reachable, self._runtime.limits)
             if self.config.catalog is not None:
                 await self.load_catalog(self.config.catalog, self.config.catalog_name)
         except BaseException:
             await self.stop()
             raise
+        if self.state != "starting":
+            raise EngineDead("the engine was stopped while it started")
         self.state = "ready"
 
     def _read_checkpoint(self) -> Path:
         folder = resolve_checkpoint(self.config.model, self.config.revision)
         self.model_config = load_model_config(folder)
         self._prompts = Prompts(Tokenizer.load(folder))
-        longest = self.model_config.max_position_embeddings
-        self.max_context_len = self.config.max_context_len or longest
+        longest = self.model_config.longest_context
+        self.max_context_len = self.config.max_context_len or self.model_config.max_position_embeddings
         if self.max_context_len > longest:
             raise ConfigError(
-                f"--max-context-len {self.max_context_len} is more than the model's max_position_embeddings {longest}"
+                f"--max-context-len {self.max_context_len} is more than the {longest} positions of the model"
             )
         return folder
 
@@ -132,8 +130,13 @@ class Engine:
         )
         if not catalog.resolved:
             raise CatalogError(f"{path} spells SIDs as token strings, but the model has no tokenizer to resolve them")
+        if catalog.depth > self.config.max_levels:
+            raise CatalogError(
+                f"{path}: SIDs of {catalog.depth} tokens are deeper than --max-levels {self.config.max_levels}"
+            )
         if catalog.depth >= self.max_context_len:
             raise CatalogError(f"{path}: SIDs of {catalog.depth} tokens leave no room in {self.max_context_len}")
+        catalog = self.catalogs.next_version(catalog)
         await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.add_catalog(catalog)))
         self.catalogs.add(catalog)
         return catalog
@@ -144,7 +147,7 @@ class Engine:
             self.state = "draining"
 
     async def stop(self) -> None:
-        """End the worker after the wave that runs. Whatever still waits is answered with EngineDead."""
+        """End the worker. Whatever waits, or is in the middle of a long search, is answered with EngineDead."""
         if self.state != "dead":
             self.state = "stopped"
         if hasattr(self, "_worker"):
@@ -212,6 +215,8 @@ class Engine:
         if catalog is None:
             raise InvalidRequest("there is no catalog to recommend from", code="no_catalog", param="catalog")
         catalog.check_fields(fields)
+        if unknown_items not in ("ignore", "refuse"):
+            raise InvalidRequest(f"unknown_items is {unknown_items!r}: ignore or refuse", param="unknown_items")
         if params.beam_width is None and (params.policy is None or params.policy.widths is None):
             width = min(max(self.config.default_beam_width, n), self.config.max_beam_width)
             params = msgspec.structs.replace(params, beam_width=width)
@@ -240,49 +245,6 @@ class Engine:
         if unknown:
             result.warnings.append(f"{len(unknown)} history items are not in the catalog: {unknown[:5]}")
         return Recommendation(items=items, result=result, unknown_items=unknown, num_history=used)
-
-    def generate(self, prompt: Prompt | Seq[Prompt], **params: Any) -> SearchResult | list[SearchResult]:
-        """Search and block until done: for notebooks, scripts and benchmarks. Starts the engine when needed.
-
-        `prompt` is a text, a list of token ids, or a list of either; `params` are the fields of SearchParams.
-        """
-        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-        prompts: list[Any] = [prompt] if single else list(prompt)
-        wanted = make_params(params)
-
-        async def one(item: Prompt) -> SearchResult:
-            return await self.submit(await self.encode(item) if isinstance(item, str) else item, wanted)
-
-        async def run() -> list[SearchResult]:
-            return list(await asyncio.gather(*(one(item) for item in prompts)))
-
-        results = self.run(run())
-        return results[0] if single else results
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Block until a coroutine of this engine is done, on a private event loop: `engine.run(engine.recommend(..))`.
-
-        Starts the engine when needed; `close` ends it. An engine that runs on an event loop already refuses.
-        """
-        if self._blocking is None:
-            if self._loop is not None:
-                coroutine.close()
-                raise RuntimeError("this engine runs on an event loop already: await there")
-            self._blocking = LoopThread("widebeam-engine")
-            try:
-                self._blocking.run(self.start())
-            except BaseException:
-                coroutine.close()
-                self._blocking.close()
-                raise
-        return self._blocking.run(coroutine)
-
-    def close(self) -> None:
-        """Stop an engine that `run` or `generate` started."""
-        if self._blocking is not None:
-            self._blocking.run(self.stop())
-            self._blocking.close()
-            self._blocking = None
 
     # Text
 

@@ -59,6 +59,8 @@ def measured_sizes(
             "--max-beam-width, --max-context-len or --beam-kv-tokens"
         ) from None
     peak = torch.cuda.max_memory_allocated(device) - base - least.context_pages * page_bytes
+    # a deep search reads up to twice its beam slots at a time (rungs of depth double), in K and V, copied and widened
+    peak += 2 * 2 * least.beam_slots * model.num_kv_heads * model.head_dim * (dtype.itemsize + 4)
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory

@@ -33,7 +33,7 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Name of the catalog whose items are legal. None: the only one, if there is one. "none": any token."""
     normalizer: Normalizer | None = None
     """Over what a token's probability is normalised. None: `level` with a catalog, else `vocab`."""
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     """sequence score = cumulative log-probability / length ** length_penalty"""
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     """Stop tokens beside the model's own. Not used with a catalog, where the item's depth ends a sequence."""

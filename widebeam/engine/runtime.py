@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +17,15 @@ from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.compile import EAGER, compiled_programs, keep_in_place, keep_trie_in_place
+from widebeam.engine.core import Core
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes
 from widebeam.engine.request import SearchResult, Timing
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import WaveResult, run_wave
 from widebeam.engine.shapes import request_rung
 from widebeam.engine.state import BeamState
-from widebeam.engine.step import Core
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
-from widebeam.errors import ConfigError, RequestError
+from widebeam.errors import ConfigError, DeadlineExceeded, EngineDead, RequestError
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.model.attention import BACKENDS, BackendFactory, Plans
@@ -64,10 +67,12 @@ class Runtime:
     def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig, max_context_len: int) -> None:
         self.config = config
         self.device = choose_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
         self._model_config = model_config
         self._max_context_len = max_context_len
-        self._tries: dict[int, tuple[Catalog, DeviceTrie]] = {}
+        self._tries: weakref.WeakKeyDictionary[Catalog, DeviceTrie] = weakref.WeakKeyDictionary()
         if config.max_wave_rows < config.max_beam_width:
             raise ConfigError(
                 f"--max-wave-rows {config.max_wave_rows} is less than --max-beam-width {config.max_beam_width}"
@@ -129,24 +134,35 @@ class Runtime:
         )
 
     def add_catalog(self, catalog: Catalog) -> None:
-        """Put a catalog version on the device. Known versions are left as they are."""
-        if id(catalog) not in self._tries:
+        """Put a catalog version on the device, where it stays for as long as somebody holds the catalog."""
+        if catalog not in self._tries:
             trie = DeviceTrie(catalog, self._model.head_VH)
             if self._compiles:
                 keep_trie_in_place(trie)
-            self._tries[id(catalog)] = (catalog, trie)
+            self._tries[catalog] = trie
 
-    def run(self, jobs: list[Job]) -> list[Outcome]:
-        """Search one wave: exactly one outcome for each job, with every lease released."""
+    def run(self, jobs: list[Job], stopping: Callable[[], bool] = lambda: False) -> list[Outcome]:
+        """Search one wave: exactly one outcome for each job, with every lease released.
+
+        `stopping` is asked between pieces of a long search; once it is true the wave ends early.
+        """
         started = time.monotonic()
         wave = Wave([job.search for job in jobs], self.config.max_wave_rows)
+
+        def wanted() -> bool:
+            return not stopping() and any(job.wanted(time.monotonic()) for job in jobs)
+
         try:
             self._acquire(self.core, wave)
-            trie = self._tries[id(wave.catalog)][1] if wave.catalog is not None else None
-            result = run_wave(self.core, wave, trie, lambda: any(job.wanted(time.monotonic()) for job in jobs))
+            trie = self._tries[wave.catalog] if wave.catalog is not None else None
+            result = run_wave(self.core, wave, trie, wanted)
         finally:
             self._release(self.core, wave)
-        return _outcomes(jobs, result, started)
+        if not result.cut_short:
+            return _outcomes(jobs, result, started)
+        if stopping():
+            return [Outcome(job, EngineDead("the engine has stopped")) for job in jobs]
+        return [Outcome(job, DeadlineExceeded("the deadline passed during the search")) for job in jobs]
 
     def check_integrity(self) -> None:
         """No page or slot may be held between waves. Raises RuntimeError."""
@@ -177,25 +193,30 @@ class Runtime:
             wave.beam_lease = None
 
     def _run_largest_wave(self, sizes: PoolSizes) -> None:
-        """The most tokens and the widest beam that one wave can have, on pools made for this alone."""
+        """The most tokens and the most rows that one wave can have, on pools made for this alone."""
         config, vocab_size = self.config, self._model_config.vocab_size
         core = self._with_pools(sizes)
+        rows = min(config.max_wave_rows, sizes.beam_slots)
+        count = min(config.max_wave_requests, -(-rows // min(config.max_beam_width, vocab_size)))
         tokens = min(max(config.max_wave_tokens, self._max_context_len), sizes.context_pages * config.page_size)
-        wide = (min(config.max_beam_width, vocab_size),) * 2
+        widths = bound_widths((min(rows // count, vocab_size),) * 2, None, vocab_size)
         search = Search(
             request_id="largest",
-            token_ids=np.arange(tokens, dtype=np.int32) % vocab_size,
-            widths=bound_widths(wide, None, vocab_size),
-            num_returned=1,
+            token_ids=np.arange(tokens // count, dtype=np.int32) % vocab_size,
+            widths=widths,
+            num_returned=widths[-1],
             catalog=None,
             normalizer="vocab",
             join=join_factor(None, greedy=False, has_stops=True),
             stop_token_ids=(0,),
             length_penalty=1.0,
         )
-        wave = Wave([search], config.max_wave_rows)
-        self._acquire(core, wave)
-        run_wave(core, wave, None, lambda: True)
+        wave = Wave([replace(search) for _ in range(count)], config.max_wave_rows)
+        try:
+            self._acquire(core, wave)
+            run_wave(core, wave, None, lambda: True)
+        finally:
+            self._release(core, wave)
         del core
         gc.collect()
 

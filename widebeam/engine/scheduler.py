@@ -53,6 +53,39 @@ class WaveLimits:
     page_size: int
 
 
+@dataclass(frozen=True)
+class Load:
+    """What the jobs of a wave need together."""
+
+    requests: int = 0
+    tokens: int = 0
+    rows: int = 0
+    beam_rows: int = 0
+    levels: int = 1
+    pages: int = 0
+
+    def plus(self, search: Search, page_size: int) -> Load:
+        """With one more search."""
+        return Load(
+            self.requests + 1,
+            self.tokens + search.num_tokens,
+            self.rows + search.rows,
+            self.beam_rows + search.beam_rows,
+            max(self.levels, search.levels),
+            self.pages - (-search.num_tokens // page_size),
+        )
+
+    def fits(self, limits: WaveLimits) -> bool:
+        slots = rung(self.beam_rows, limits.rows) * (self.levels - 1)
+        return (
+            self.requests <= limits.requests
+            and self.tokens <= limits.tokens
+            and self.rows <= limits.rows
+            and self.pages <= limits.context_pages
+            and slots <= limits.beam_slots
+        )
+
+
 class Scheduler:
     """A queue from which waves are cut, oldest first."""
 
@@ -80,23 +113,16 @@ class Scheduler:
         """
         wave: list[Job] = []
         later: deque[Job] = deque()
+        load = Load()
         for job in self._queue:
             if not job.wanted(now):
                 self._drop(Outcome(job, DeadlineExceeded("the deadline passed while the request was waiting")))
-            elif not wave or (job.key == wave[0].key and self._fits([*wave, job])):
+                continue
+            heavier = load.plus(job.search, self._limits.page_size)
+            if not wave or (job.key == wave[0].key and heavier.fits(self._limits)):
                 wave.append(job)
+                load = heavier
             else:
                 later.append(job)
         self._queue = later
         return wave
-
-    def _fits(self, wave: list[Job]) -> bool:
-        limits = self._limits
-        searches = [job.search for job in wave]
-        if len(searches) > limits.requests or sum(search.num_tokens for search in searches) > limits.tokens:
-            return False
-        if sum(-(-search.num_tokens // limits.page_size) for search in searches) > limits.context_pages:
-            return False
-        rows = sum(search.rows for search in searches)
-        levels = max(search.levels for search in searches)
-        return rows <= limits.rows and rung(rows, limits.rows) * (levels - 1) <= limits.beam_slots

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from widebeam.constraints.trie import DeviceTrie
@@ -31,7 +32,7 @@ def vocabulary_candidates(
 ) -> tuple[Candidates, Tensor]:
     """Any token may follow; each request's best `limit` are among the candidates returned, with the rows' log-sum-exp.
 
-    Sorting [R, V] would cost more than the network. So the vocabulary is cut in V / E columns of E tokens each: only a
+    Sorting [R, V] would cost more than the network. So the vocabulary is cut in N = V / E columns of E tokens: only a
     request's `limit` best columns, ranked by their best token, can hold one of its `limit` best tokens, because a token
     of any other column stands behind the best of each of those. `offered` bounds `limit` of a single request,
     `num_columns` the sum over all.
@@ -40,12 +41,15 @@ def vocabulary_candidates(
     lse_R = logits_RV.logsumexp(-1)
     V = logits_RV.shape[1]
     E = column_height(V)
-    N = V // E
-    column_N = torch.arange(N, device=cum_R.device)
-    total_REN = (cum_R[:, None] + (logits_RV - lse_R[:, None])).view(-1, E, N)
-    which_RN = total_REN.argmax(1)
-    best_RN = total_REN.gather(1, which_RN[:, None]).squeeze(1)
-    score_Rk, place_Rk = row_top(best_RN, which_RN * N + column_N, min(offered, N))
+    N = -(-V // E)
+    if E * N > V:
+        logits_RV = F.pad(logits_RV, (0, E * N - V), value=-torch.inf)
+    blocks = [block.split(_rows_at_once(E * N)) for block in (logits_RV, lse_R, cum_R)]
+    best = [
+        _best_of_columns(cum[:, None] + (logits - lse[:, None]), E) for logits, lse, cum in zip(*blocks, strict=True)
+    ]
+    best_RN, token_RN = (torch.cat(parts) for parts in zip(*best, strict=True))
+    score_Rk, place_Rk = row_top(best_RN, token_RN, min(offered, N))
 
     row_Q = torch.arange(cum_R.shape[0], device=cum_R.device).repeat_interleave(score_Rk.shape[1])
     ordered = order_by_segment(score_Rk.flatten(), request_R[row_Q], limit_B1.shape[0] - 1)
@@ -65,9 +69,27 @@ def vocabulary_candidates(
     return Candidates(score_M, logprob_M, row_M, token_M, torch.zeros_like(token_M)), lse_R
 
 
+def _best_of_columns(total_RV: Tensor, E: int) -> tuple[Tensor, Tensor]:
+    """Score and token of the best in each column (first of equals): column n holds tokens n, n + N, n + 2 N, .."""
+    total_REN = total_RV.unflatten(1, (E, -1))
+    which_RN = total_REN.argmax(1)
+    N = total_REN.shape[2]
+    return total_REN.gather(1, which_RN[:, None]).squeeze(1), which_RN * N + torch.arange(N, device=total_RV.device)
+
+
 def column_height(vocab_size: int) -> int:
-    """Tokens in a column: the largest divisor of the vocabulary up to its square root, which balances both sorts."""
-    return max(e for e in range(1, math.isqrt(vocab_size) + 1) if vocab_size % e == 0)
+    """Tokens in a column: near the square root of the vocabulary, which balances both sorts.
+
+    The largest divisor up to there, so that no padding is needed; the root itself where that would be far smaller.
+    """
+    root = math.isqrt(vocab_size)
+    divisor = max(e for e in range(1, root + 1) if vocab_size % e == 0)
+    return divisor if divisor * 4 >= root else root
+
+
+def _rows_at_once(width: int) -> int:
+    """Rows of a block of which only a summary is kept, so that wide beams over a large vocabulary fit in memory."""
+    return max(1, LOGITS_AT_ONCE // width)
 
 
 def catalog_candidates(
@@ -92,8 +114,8 @@ def catalog_candidates(
     elif normalizer == "legal":
         lse_R = _legal_lse(logits_RC, row_M, code_M, real_M)
     else:
-        rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
-        lse_R = torch.cat([model.logits(block).logsumexp(-1) for block in hidden_RH.split(rows)])
+        blocks = hidden_RH.split(_rows_at_once(model.config.vocab_size))
+        lse_R = torch.cat([model.logits(block).logsumexp(-1) for block in blocks])
     logprob_M = logits_RC[row_M, code_M] - lse_R[row_M]
     score_M = torch.where(real_M, cum_R[row_M] + logprob_M, -torch.inf)
     return Candidates(score_M, logprob_M, row_M, trie.codebooks[level][code_M], node_M), lse_R

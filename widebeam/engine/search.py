@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from widebeam.constraints.trie import DeviceTrie
+from widebeam.engine.core import Core
 from widebeam.engine.request import Sequence
 from widebeam.engine.shapes import token_rung
 from widebeam.engine.staging import to_device, to_host
-from widebeam.engine.state import REASONS, Prompts, WaveData
-from widebeam.engine.step import Core, prefill
+from widebeam.engine.state import REASONS, PackedPrompts, WaveData
+from widebeam.engine.step import prefill
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import EngineError
 
@@ -36,6 +37,8 @@ class WaveResult:
     outcomes: list[list[Sequence] | EngineError]
     prefill_ms: float
     decode_ms: float
+    cut_short: bool
+    """Nobody wanted the results any more, so levels were left out: the sequences are not the search's."""
 
 
 class Clock:
@@ -70,13 +73,15 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
     staged = to_device(wave.arrays() | stop_arrays(wave) | prompts, device)
     data = wave_data(wave, staged, core.model.config.vocab_size)
     core.state.start(data.num_requests, wave.requests)
-    launch_first(core, data, trie, wave, Prompts(**{name: staged[name] for name in prompts}))
+    launch_first(core, data, trie, wave, PackedPrompts(**{name: staged[name] for name in prompts}))
     clock.mark()
+    cut_short = False
     planned: tuple[int, list[int]] | None = None
     for level in range(1, wave.num_levels):
-        live_R = core.state.cum_R[: wave.shapes[level].rows_in] > -torch.inf
-        if level % PIECE == 0 and not (wanted() and bool(live_R.any())):
-            break
+        if level % PIECE == 0:
+            cut_short = not wanted()
+            if cut_short or not bool((core.state.cum_R[: wave.shapes[level].rows_in] > -torch.inf).any()):
+                break
         shape, rows = wave.shapes[level], wave.rows(level - 1)
         plan, handle = core.plans.context(shape.requests, shape.rows_in, shape.splits)
         if planned != (handle, rows):
@@ -85,10 +90,10 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
         core.programs.level_step(core, data, trie, shape, level, handle)
     clock.mark()
     outcomes = collect(core, wave)
-    return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2))
+    return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2), cut_short)
 
 
-def launch_first(core: Core, data: WaveData, trie: DeviceTrie | None, wave: Wave, prompts: Prompts) -> None:
+def launch_first(core: Core, data: WaveData, trie: DeviceTrie | None, wave: Wave, prompts: PackedPrompts) -> None:
     """Prefill and level 0: as one graph where the host could not launch as fast as the device runs, else by layer."""
     rows, shape, programs = len(prompts.tokens_T), wave.shapes[0], core.programs
     graphed = rows <= programs.padded_tokens
@@ -101,7 +106,7 @@ def launch_first(core: Core, data: WaveData, trie: DeviceTrie | None, wave: Wave
 
 
 def prompt_arrays(core: Core, wave: Wave) -> dict[str, np.ndarray]:
-    """The fields of Prompts, padded to a rung if a graph is to replay them."""
+    """The fields of PackedPrompts, padded to a rung if a graph is to replay them."""
     searches = wave.searches
     places = [core.context.places(search.lease) for search in searches if search.lease]
     lengths = [search.num_tokens for search in searches]

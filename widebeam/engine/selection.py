@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Candidates(NamedTuple):
-    """M possible continuations, ordered by parent row and then token id within a row of equal score."""
+    """M possible continuations. Among equal scores of a request they lie in order of parent row, then token id."""
 
     score_M: Tensor  # float32, cumulative
     logprob_M: Tensor  # float32, of the token alone

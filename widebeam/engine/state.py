@@ -74,7 +74,7 @@ class BeamState:
 
 
 @dataclass
-class Prompts:
+class PackedPrompts:
     """The packed prompts of a wave, on the device. Rows that only fill a shape write to page 0."""
 
     tokens_T: Tensor  # int64

@@ -48,9 +48,14 @@ class Search:
         return len(self.widths)
 
     @property
+    def beam_rows(self) -> int:
+        """Most beams that are live at once; each holds a BeamKV slot a level."""
+        return max((1, *self.widths[:-1]))
+
+    @property
     def rows(self) -> int:
-        """Most beam rows that the search holds at once, as admission and the scheduler count them."""
-        return max(1, *self.widths[:-1], self.num_returned)
+        """Most places that the search holds in the device's buffers: beams, or sequences to return."""
+        return max(self.beam_rows, self.num_returned)
 
     @property
     def num_tokens(self) -> int:
@@ -97,7 +102,7 @@ class Wave:
         self.has_stops = any(search.stop_token_ids for search in searches)
         self.beam_lease: BeamLease | None = None
         self.shapes = [self._shape(level) for level in range(self.num_levels)]
-        self.stride = max((shape.rows_out for shape in self.shapes), default=0)
+        self.stride = max(shape.rows_out for shape in self.shapes)
 
     @property
     def beam_slots(self) -> int:

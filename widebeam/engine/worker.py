@@ -34,9 +34,15 @@ class Call:
     future: Future[Any]
 
     def run(self, runtime: Runtime) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
         try:
             self.future.set_result(self.function(runtime))
         except Exception as error:
+            self.future.set_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
 
@@ -52,6 +58,8 @@ class Worker:
         self.ready: Future[Runtime] = Future()
         """Set when the model is loaded, or holds the error that stopped it."""
         self._end: RequestError | None = None
+        self._running: list[Job] = []
+        self._stopping = threading.Event()
         self.waves = 0
         self.out_of_memory = 0
 
@@ -71,23 +79,23 @@ class Worker:
         return future
 
     def stop(self) -> None:
-        """End the thread after the wave that runs, failing what waits. Blocks until it has ended."""
+        """End the thread, failing what waits and what runs at its next piece. Blocks until it has ended."""
+        self._stopping.set()
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
     def _main(self) -> None:
+        ready = Call(lambda runtime: runtime, self.ready)
         try:
             runtime = self._build()
-        except StartupError as error:
-            self.ready.set_exception(error)
-            return
-        except BaseException as error:
-            log.exception("the engine could not start")
-            self.ready.set_exception(error)
+        except Exception as error:
+            if not isinstance(error, StartupError):
+                log.exception("the engine could not start")
+            ready.fail(error)
             return
         scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]))
-        self.ready.set_result(runtime)
+        ready.run(runtime)
         try:
             self._loop(runtime, scheduler)
         except BaseException:
@@ -96,8 +104,8 @@ class Worker:
             self._died()
         else:
             self._end = EngineDead("the engine has stopped")
-        for job in scheduler.clear():
-            self._deliver([Outcome(job, self._end)])
+        if jobs := self._running + scheduler.clear():
+            self._deliver([Outcome(job, self._end) for job in jobs])
         self._answer_if_ended()
 
     def _loop(self, runtime: Runtime, scheduler: Scheduler) -> None:
@@ -111,21 +119,23 @@ class Worker:
                     scheduler.add(message)
                 else:
                     message.run(runtime)
-            if jobs := scheduler.next_wave(time.monotonic()):
-                self._deliver(self._run(runtime, jobs))
+            self._running = scheduler.next_wave(time.monotonic())
+            if self._running:
+                outcomes = self._run(runtime, self._running)
+                self._running = []
+                self._deliver(outcomes)
 
     def _run(self, runtime: Runtime, jobs: list[Job]) -> list[Outcome]:
         """One wave. Running out of memory fails the wave alone; a broken device ends the thread."""
         self.waves += 1
         try:
-            return runtime.run(jobs)
+            return runtime.run(jobs, self._stopping.is_set)
         except torch.OutOfMemoryError:
             self.out_of_memory += 1
             log.error("a wave of %d requests ran out of memory", len(jobs))
             torch.cuda.empty_cache()
             failure: RequestError = OutOfMemory("the GPU ran out of memory", retry_after_s=1.0)
         except torch.AcceleratorError:
-            self._deliver([Outcome(job, EngineDead("the GPU failed")) for job in jobs])
             raise
         except Exception:
             log.exception("a wave of %d requests failed", len(jobs))
@@ -142,4 +152,4 @@ class Worker:
             if isinstance(message, Job):
                 self._deliver([Outcome(message, self._end)])
             elif message is not None:
-                message.future.set_exception(self._end)
+                message.fail(self._end)

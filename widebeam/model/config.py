@@ -49,6 +49,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
 
     @property
+    def longest_context(self) -> int:
+        """Positions that the rotary embedding was made for; YaRN reaches beyond max_position_embeddings."""
+        reached = int(self.rope.factor * (self.rope.original_max_position_embeddings or 0))
+        return max(self.max_position_embeddings, reached)
+
+    @property
     def kv_elements_per_token(self) -> int:
         """Elements of K and V of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
@@ -80,7 +86,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     try:
         heads = int(raw["num_attention_heads"])
         hidden = int(raw["hidden_size"])
-        return ModelConfig(
+        config = ModelConfig(
             model_type=raw["model_type"],
             vocab_size=int(raw["vocab_size"]),
             hidden_size=hidden,
@@ -97,12 +103,16 @@ def load_model_config(folder: Path) -> ModelConfig:
             qk_norm=qwen3,
             rope=_rope(raw, path),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            eos_token_ids=tuple(map(int, eos)) if isinstance(eos, list) else () if eos is None else (int(eos),),
         )
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name} is {getattr(config, name)}")
+        return config
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error.args[0]!r}") from None
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} has a field of the wrong type: {error}") from None
+        raise CheckpointError(f"{path} has a wrong value: {error}") from None
 
 
 def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
@@ -118,7 +128,8 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
     elif raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
         problem = "sliding-window attention is not supported"
     elif raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+        quantization = raw["quantization_config"]
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         problem = f"quantised checkpoints are not supported yet (quant_method {method!r}); use the bf16 one"
     if problem:
         raise CheckpointError(f"{path}: {problem}")

@@ -1,0 +1,27 @@
+"""After every engine of a test: nothing may be held when it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from widebeam import Engine
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines_leave_nothing_behind() -> Iterator[None]:
+    """Each `async with Engine(..)` ends with an integrity check, while its GPU thread still lives."""
+    leave = Engine.__aexit__
+
+    async def checked(engine: Engine, *error: Any) -> None:
+        try:
+            if engine.state in ("ready", "draining"):
+                await engine.check_integrity()
+        finally:
+            await leave(engine, *error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "__aexit__", checked)
+        yield

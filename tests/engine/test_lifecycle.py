@@ -1,0 +1,204 @@
+"""What happens when somebody cancels, stops, fails or is late at an awkward moment."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from widebeam import Engine, SearchParams
+from widebeam.errors import CatalogError, ConfigError, DeadlineExceeded, EngineDead, EngineError, InvalidRequest
+
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "max_wave_rows": 256,
+    "max_beam_width": 128,
+    "max_levels": 512,
+    "beam_kv_tokens": 8192,
+}
+LONG = SearchParams(max_new_tokens=450, beam_width=8, catalog="none", ignore_eos=True)
+
+
+async def started(engine: Engine, task: asyncio.Task[Any]) -> None:
+    """Wait until the GPU thread has taken up the task's wave."""
+    before = engine.stats().waves
+    while engine.stats().waves == before:
+        assert not task.done(), task.result()
+        await asyncio.sleep(0.001)
+
+
+async def test_cancelling_a_call_to_the_gpu_thread_harms_nobody(checkpoint: Path) -> None:
+    async with Engine(str(checkpoint), **SMALL) as engine:
+        running = asyncio.create_task(engine.submit([5] * 300, SearchParams(max_new_tokens=30, beam_width=50)))
+        await started(engine, running)
+        check = asyncio.create_task(engine.check_integrity())
+        await asyncio.sleep(0)
+        check.cancel()
+        assert (await running).sequences
+        assert (await engine.submit([5], SearchParams(max_new_tokens=2))).sequences
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
+async def test_a_thread_that_dies_in_a_wave_answers_its_jobs(checkpoint: Path, error: BaseException) -> None:
+    async with Engine(str(checkpoint), **SMALL) as engine:
+
+        def raising(*_: Any) -> None:
+            raise error
+
+        engine._runtime.core.model.layers[0].register_forward_pre_hook(raising)
+        async with asyncio.timeout(20):
+            outcomes = await asyncio.gather(
+                *(engine.submit([5], SearchParams(max_new_tokens=2)) for _ in range(3)), return_exceptions=True
+            )
+        assert all(isinstance(outcome, EngineDead) for outcome in outcomes)
+        with pytest.raises(EngineDead):  # the thread has ended: a call is answered all the same
+            await engine.check_integrity()
+
+
+async def test_stopping_ends_a_long_search_at_its_next_piece(checkpoint: Path) -> None:
+    engine = Engine(str(checkpoint), **SMALL)
+    await engine.start()
+    running = asyncio.create_task(engine.submit([5] * 20, LONG))
+    await started(engine, running)
+    await engine.stop()
+    with pytest.raises(EngineDead):
+        await running
+    assert int(engine._runtime.core.state.level) < 450
+    engine._runtime.check_integrity()
+
+
+async def test_a_search_that_nobody_wants_is_cut_short(checkpoint: Path) -> None:
+    async with Engine(str(checkpoint), **SMALL) as engine:
+        running = asyncio.create_task(engine.submit([5] * 20, LONG))
+        await started(engine, running)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await engine.check_integrity()
+        assert int(engine._runtime.core.state.level) < 450
+
+
+async def test_a_search_cut_by_its_deadline_is_never_a_success(checkpoint: Path) -> None:
+    """Even if the event loop is late to notice the deadline and the GPU thread is first."""
+    async with Engine(str(checkpoint), **SMALL) as engine:
+        for _ in range(5):
+            running = asyncio.create_task(engine.submit([5] * 20, SearchParams(**(as_dict(LONG) | {"timeout_ms": 40}))))
+            await started(engine, running)
+            time.sleep(0.06)  # noqa: ASYNC251 (the loop is meant to be late)
+            with pytest.raises(DeadlineExceeded):
+                await running
+
+
+def as_dict(params: SearchParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in params.__struct_fields__}
+
+
+async def test_a_finished_search_needs_no_more_levels(checkpoint: Path) -> None:
+    """Greedy text that stops at its first token does not run 450 levels."""
+    async with Engine(str(checkpoint), **SMALL) as engine:
+        first = (await engine.submit([5, 6], SearchParams(max_new_tokens=1))).sequences[0].token_ids[0]
+        result = await engine.submit([5, 6], SearchParams(max_new_tokens=450, stop_token_ids=(first,)))
+        assert [(s.token_ids, s.finish_reason) for s in result.sequences] == [([first], "stop")]
+        assert int(engine._runtime.core.state.level) <= 8
+
+
+async def test_stopping_during_start(checkpoint: Path) -> None:
+    engine = Engine(str(checkpoint), **SMALL)
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0.01)
+    await engine.stop()
+    with pytest.raises(EngineDead):
+        await starting
+    assert engine.state == "stopped"
+
+
+async def test_submit_belongs_to_the_loop_that_started(checkpoint: Path) -> None:
+    async with Engine(str(checkpoint), **SMALL) as engine:
+        with pytest.raises(RuntimeError, match="event loop"):
+            await asyncio.to_thread(asyncio.run, engine.submit([5], SearchParams()))
+        with pytest.raises(RuntimeError, match="event loop"):
+            await asyncio.to_thread(engine.generate, [5])
+
+
+async def test_one_broken_request_does_not_fail_its_wave(checkpoint: Path) -> None:
+    """Logits that stop being numbers at the second level, for one of two requests in a wave."""
+    async with Engine(str(checkpoint), **SMALL) as engine:
+        good, bad = [5, 6, 7], [30, 31]
+        params = SearchParams(beam_width=1, max_new_tokens=3, ignore_eos=True)
+        first = (await engine.submit(bad, params)).sequences[0].token_ids[0]
+        clean = (await engine.submit(good, params)).sequences[0].token_ids
+        assert first not in (*good, *clean)
+        weight = engine._runtime.core.model.embed_tokens.data
+        lm_head = weight.clone()
+        engine._runtime.core.model.lm_head = torch.nn.Parameter(lm_head, requires_grad=False)
+        weight[first] = math.nan  # decoding this token makes that row's hidden state NaN
+        before = engine.stats().waves
+        blocker = asyncio.create_task(engine.submit([5], params))
+        await asyncio.sleep(0)
+        one, two = await asyncio.gather(engine.submit(good, params), engine.submit(bad, params), return_exceptions=True)
+        await blocker
+        assert engine.stats().waves - before <= 2, "the two did not share a wave"
+        assert isinstance(two, EngineError) and two.code == "non_finite_logits"
+        assert not isinstance(one, BaseException) and one.sequences[0].token_ids == clean
+
+
+async def test_stop_tokens_outside_the_vocabulary_of_a_checkpoint_are_unreachable(tmp_path: Path) -> None:
+    import json
+
+    from tests import tiny
+
+    folder = tiny.save_checkpoint(tmp_path / "m", scale=0.3)
+    generation = folder / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": [2, 151_645]}))
+    async with Engine(str(folder), **SMALL) as engine:
+        assert (await engine.submit([5], SearchParams(beam_width=3, max_new_tokens=3))).sequences
+
+
+async def test_catalogs_that_cannot_be_searched_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text('{"item_id": 1, "sid": [3, 4, 5, 6, 7]}')
+    with pytest.raises(CatalogError, match="max-levels"):
+        await Engine(str(checkpoint), catalog=str(tmp_path / "deep.jsonl"), **(SMALL | {"max_levels": 4})).start()
+    with pytest.raises(CatalogError, match="no room"):
+        await Engine(str(checkpoint), catalog=str(tmp_path / "deep.jsonl"), max_context_len=5, **SMALL).start()
+
+
+async def test_versions_count_up_and_old_ones_leave_the_device(checkpoint: Path, catalog_file: Path) -> None:
+    import gc
+
+    async with Engine(str(checkpoint), catalog=str(catalog_file), **SMALL) as engine:
+        for version in (2, 3, 4):
+            await engine.load_catalog(catalog_file)
+            assert (await engine.submit([5], SearchParams(beam_width=2))).catalog_version == version
+        gc.collect()
+        assert len(engine._runtime._tries) == 1
+
+
+async def test_a_prompt_that_the_pool_can_never_hold(checkpoint: Path) -> None:
+    async with Engine(str(checkpoint), max_total_tokens=128, page_size=32, **SMALL) as engine:
+        with pytest.raises(InvalidRequest, match="max-total-tokens"):
+            await engine.submit([5] * 129, SearchParams(max_new_tokens=1))
+        wave = [engine.submit([5 + i] * 100, SearchParams(max_new_tokens=2)) for i in range(4)]
+        assert all(result.sequences for result in await asyncio.gather(*wave))
+
+
+def test_a_failed_start_leaves_the_blocking_engine_usable(checkpoint: Path) -> None:
+    engine = Engine(str(checkpoint), catalog="nowhere.jsonl", **SMALL)
+    for _ in range(2):
+        with pytest.raises(CatalogError, match="nowhere"):
+            engine.generate([5])
+    engine.close()
+    with pytest.raises(ConfigError, match="tpu"):
+        Engine(str(checkpoint), **(SMALL | {"device": "tpu"})).generate([5])
+
+
+def test_a_batch_larger_than_the_queue(checkpoint: Path) -> None:
+    engine = Engine(str(checkpoint), max_waiting_requests=3, **SMALL)
+    results = engine.generate([[5, i] for i in range(10)], max_new_tokens=2)
+    assert isinstance(results, list) and len(results) == 10
+    with pytest.raises(InvalidRequest, match="empty"):
+        engine.generate([])
+    engine.close()
