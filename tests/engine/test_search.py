@@ -16,7 +16,8 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import SearchResult
 from widebeam.policies import PolicySpec
 
-EPS = 1e-4
+EPS = 1e-5
+"""Largest difference of a score, and so of the order, from float64."""
 MARGIN = 2e-5
 """Cuts closer than this are left out: rounding may take either side."""
 
@@ -73,6 +74,9 @@ async def test_constrained(engine: Engine, checkpoint: Path, normalizer: Any, wi
         result = await engine.submit(prompt, params)
         assert len(result.sequences) == len(expected.found) <= engine.catalogs.get(None).num_sids  # type: ignore[union-attr]
         assert {tuple(s.token_ids) for s in result.sequences} <= items
+        for sequence in result.sequences[:20] if normalizer == "vocab" else ():
+            forced = hf.rescore(checkpoint, prompt, sequence.token_ids)
+            assert sequence.logprobs == pytest.approx(forced, abs=EPS)
         if expected.margin > MARGIN:
             assert_same(found(result), expected.found, EPS)
             compared += 1

@@ -38,13 +38,12 @@ def make_search(widths: tuple[int, ...], n: int, **fields: Any) -> Search:
     )
 
 
-def float32_logprobs(table: Table, codebooks: list[list[int]] | None = None) -> Any:
-    """The very float32 log-probabilities that the engine sees, normalised over the vocabulary or the level's codes."""
+def float32_logprobs(table: Table) -> Any:
+    """The very float32 log-probabilities that the engine sees without a catalog."""
 
     def logprobs(prefix: Prefix) -> list[np.float32]:
         logits = table.row(prefix)
-        among = logits if codebooks is None else logits[codebooks[len(prefix)]]
-        return list((logits - among.logsumexp(-1)).numpy())
+        return list((logits - logits.logsumexp(-1)).numpy())
 
     return logprobs
 
@@ -55,7 +54,7 @@ def final_score(penalty: float) -> Any:
 
 def expect(table: Table, widths: tuple[int, ...], n: int, **fields: Any) -> list[Found]:
     return beam_search(
-        float32_logprobs(table, fields.pop("codebooks", None)),
+        float32_logprobs(table),
         range(table.vocab_size),
         widths,
         n,
@@ -114,18 +113,53 @@ def make_catalog(items: set[Prefix]) -> Catalog:
 catalogs = st.sets(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
-@given(items=catalogs, width=st.integers(1, 30), seed=st.integers(0, 10**6), data=st.data())
-def test_catalogs_of_mixed_depth(items: set[Prefix], width: int, seed: int, data: st.DataObject) -> None:
-    """Crossing prefixes, singletons, SIDs that are prefixes of others, fewer items than beams."""
+def catalog_logprobs(table: Table, items: set[Prefix], normalizer: str) -> Any:
+    """As float32_logprobs, for each normaliser; computed as the engine documents it, so that the bits agree."""
     depth = max(len(item) for item in items)
-    widths = (width,) * depth
-    n = data.draw(st.integers(1, width))
-    table, catalog = Table(VOCAB, seed), make_catalog(items)
     codebooks = [sorted({item[level] for item in items if len(item) > level}) for level in range(depth)]
-    search = make_search(widths, n, catalog=catalog, normalizer="level")
-    expected = expect(table, widths, n, items=items, codebooks=codebooks)
-    assert_identical(run([table], [search], catalog)[0], expected)
+
+    def logprobs(prefix: Prefix) -> list[np.float32]:
+        row, k = table.row(prefix), len(prefix)
+        codes = row[codebooks[k]]
+        legal = {item[k] for item in items if len(item) > k and item[:k] == prefix}
+        illegal = torch.tensor([code not in legal for code in codebooks[k]])
+        lse = {
+            "vocab": row.logsumexp(-1),
+            "level": codes.logsumexp(-1),
+            "legal": codes[None].masked_fill(illegal, -torch.inf).logsumexp(-1)[0],
+        }[normalizer]
+        return list((row - lse).numpy())
+
+    return logprobs
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    items=catalogs,
+    normalizer=st.sampled_from(["vocab", "level", "legal"]),
+    seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_waves_over_catalogs_of_mixed_depth(
+    items: set[Prefix], normalizer: str, seeds: list[int], data: st.DataObject
+) -> None:
+    """Crossing prefixes, singletons, SIDs that are prefixes of others, schedules, fewer items than beams."""
+    depth = max(len(item) for item in items)
+    catalog = make_catalog(items)
+    tables, searches, expected = [], [], []
+    for seed in seeds:
+        widths = tuple(data.draw(st.lists(st.integers(1, 30), min_size=depth, max_size=depth)))
+        n = data.draw(st.integers(1, widths[-1]))
+        table = Table(VOCAB, seed)
+        tables.append(table)
+        searches.append(make_search(widths, n, catalog=catalog, normalizer=normalizer))
+        answer = beam_search(
+            catalog_logprobs(table, items, normalizer), range(VOCAB), widths, n, items=items,
+            final_score=final_score(1.0), zero=np.float32(0.0),  # type: ignore[arg-type]
+        )  # fmt: skip
+        expected.append(answer.found)
+    for mine, theirs in zip(run(tables, searches, catalog), expected, strict=True):
+        assert_identical(mine, theirs)
 
 
 @settings(max_examples=60, deadline=None)
