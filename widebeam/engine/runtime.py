@@ -46,9 +46,12 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} is not one of cpu, cuda, cuda:N, auto") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported: cpu, cuda, cuda:N or auto")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device("cuda", index)
 
 
 def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
