@@ -21,7 +21,7 @@ from aiohttp import web
 from tests.http.service import MODEL_NAME, Service, running_service, until
 from widebeam import AsyncClient, Client, errors
 from widebeam.blocking import LoopThread
-from widebeam.client import ServerUnreachable
+from widebeam.errors import ServerUnreachable
 from widebeam.http.protocol import RecommendResponse
 from widebeam.policies import PolicySpec
 

@@ -22,7 +22,6 @@ from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.engine import Engine
 from widebeam.http import openai, sglang
 from widebeam.http.app import build_app
-from widebeam.http.failures import MethodNotAllowed
 from widebeam.http.protocol import RecommendRequest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,7 +79,7 @@ def test_refused_and_ignored_fields_are_those_of_the_code() -> None:
 def statuses_of_codes() -> dict[str, int]:
     """Every stable code with its status: those of the classes, and those written where an error is raised."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RequestError)]
-    by_name = {kind.__name__: kind for kind in [*kinds, MethodNotAllowed]}
+    by_name = {kind.__name__: kind for kind in kinds}
     statuses = {kind.code: kind.status for kind in by_name.values()}
     for path in sorted((ROOT / "widebeam").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

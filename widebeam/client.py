@@ -21,7 +21,7 @@ import msgspec
 from widebeam import errors
 from widebeam.blocking import LoopThread
 from widebeam.engine.request import Normalizer
-from widebeam.errors import DeadlineExceeded, InvalidRequest, RequestError, WideBeamError
+from widebeam.errors import DeadlineExceeded, InvalidRequest, RequestError, ServerUnreachable, WideBeamError
 from widebeam.http.protocol import ErrorBody, Health, ModelCard, ModelList, RecommendResponse
 from widebeam.policies import PolicySpec
 
@@ -31,14 +31,6 @@ T = TypeVar("T")
 RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 _LONGEST_TIMEOUT_MS = 3_600_000
-
-
-class ServerUnreachable(WideBeamError):
-    """No answer: no connection could be made, or it broke. `retryable` if no part of an answer had arrived."""
-
-    def __init__(self, message: str, retryable: bool) -> None:
-        super().__init__(message)
-        self.retryable = retryable
 
 
 class _RetryBudget:

@@ -5,6 +5,7 @@ WideBeamError
 |   |-- InvalidRequest     400
 |   |-- Unauthorized       401
 |   |-- NotFound           404
+|   |-- MethodNotAllowed   405
 |   |-- RequestTimeout     408   the body did not arrive in time
 |   |-- PayloadTooLarge    413
 |   |-- Overloaded         429   retry later
@@ -15,6 +16,7 @@ WideBeamError
 |   |-- Draining           503   stopping
 |   |-- EngineDead         503   the GPU thread is gone
 |   `-- DeadlineExceeded   504
+|-- ServerUnreachable            the client got no answer
 `-- StartupError                 the process cannot start: one line, exit status 2
     |-- ConfigError
     |-- CheckpointError
@@ -61,6 +63,16 @@ class NotFound(RequestError):
     status, code = 404, "not_found"
 
 
+class MethodNotAllowed(RequestError):
+    """`allowed` lists the methods that the route takes."""
+
+    status, code = 405, "method_not_allowed"
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
 class RequestTimeout(RequestError):
     status, code, retryable = 408, "request_timeout", True
 
@@ -99,6 +111,14 @@ class EngineDead(RequestError):
 
 class DeadlineExceeded(RequestError):
     status, code = 504, "deadline_exceeded"
+
+
+class ServerUnreachable(WideBeamError):
+    """No answer: no connection could be made, or it broke. `retryable` if no part of an answer had arrived."""
+
+    def __init__(self, message: str, retryable: bool) -> None:
+        super().__init__(message)
+        self.retryable = retryable
 
 
 class StartupError(WideBeamError):

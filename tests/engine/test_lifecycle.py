@@ -87,9 +87,9 @@ async def test_a_search_cut_by_its_deadline_is_never_a_success(checkpoint: Path)
     async with Engine(str(checkpoint), **SMALL) as engine:
         for _ in range(5):
             running = asyncio.create_task(engine.submit([5] * 20, SearchParams(**(as_dict(LONG) | {"timeout_ms": 40}))))
-            await started(engine, running)
-            time.sleep(0.06)  # noqa: ASYNC251 (the loop is meant to be late)
             with pytest.raises(DeadlineExceeded):
+                await started(engine, running)
+                time.sleep(0.06)  # noqa: ASYNC251 (the loop is meant to be late)
                 await running
 
 
@@ -109,7 +109,7 @@ async def test_a_finished_search_needs_no_more_levels(checkpoint: Path) -> None:
 async def test_stopping_during_start(checkpoint: Path) -> None:
     engine = Engine(str(checkpoint), **SMALL)
     starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     await engine.stop()
     with pytest.raises(EngineDead):
         await starting

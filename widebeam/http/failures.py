@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from aiohttp import hdrs, web
 
-from widebeam.errors import NotFound, PayloadTooLarge, RequestError
+from widebeam.errors import MethodNotAllowed, NotFound, PayloadTooLarge, RequestError
 from widebeam.http.body import json_response
 from widebeam.http.keys import REQUEST_ID
 from widebeam.http.protocol import ErrorBody, ErrorInfo
@@ -18,14 +18,6 @@ Dialect = Literal["native", "sglang", "openai"]
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _DEFAULT_RETRY_AFTER_S = 1.0
-
-
-class MethodNotAllowed(RequestError):
-    status, code = 405, "method_not_allowed"
-
-    def __init__(self, message: str, allowed: str) -> None:
-        super().__init__(message)
-        self.allowed = allowed
 
 
 def as_request_error(error: Exception, request: web.Request) -> RequestError:
