@@ -27,6 +27,7 @@ from catalog import build_tokenizer, read_sids, write_catalog, write_sids
 from model import ExactScorer, add_dropout, new_model
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.sid import build_sids, cooccurrence_embeddings
@@ -54,7 +55,7 @@ class Recipe:
     heads: int = 6
     kv_heads: int = 2
     mlp: int = 640
-    max_items: int = 100
+    max_items: int = 64
     """Newest movies of a history that the model sees, in training and in serving."""
     epochs: int = 16
     batch: int = 32
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    disable_progress_bar()  # saving two megabytes needs none beside the training's own
     log = data.load(data.fetch(pip_args=arguments.pip_args))
     result = run(log, Recipe(), arguments.output, data.DATA)
     print(metrics.table(result["test"]))
