@@ -31,7 +31,7 @@ from widebeam.client import AsyncClient, Client
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 BEAM_WIDTH = 256
-"""Wide enough that ten unseen movies remain for nearly every user, since only the client removes the seen ones."""
+"""Wide enough that ten unseen movies remain for every user, since only the client removes the seen ones."""
 CONCURRENCY = 32
 SHOWN = 8
 COLUMN = 46
