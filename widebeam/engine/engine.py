@@ -151,7 +151,8 @@ class Engine(Blocking):
         if self.state != "dead":
             self.state = "stopped"
         if hasattr(self, "_worker"):
-            await asyncio.to_thread(self._worker.stop)
+            self._worker.stop()
+            await asyncio.to_thread(self._worker.join)
         self._prompts.close()
 
     async def __aenter__(self) -> Engine:

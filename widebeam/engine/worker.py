@@ -79,9 +79,12 @@ class Worker:
         return future
 
     def stop(self) -> None:
-        """End the thread, failing what waits and what runs at its next piece. Blocks until it has ended."""
+        """Tell the thread to end: what waits fails, what runs fails at its next piece. Does not block."""
         self._stopping.set()
         self._inbox.put(None)
+
+    def join(self) -> None:
+        """Block until the thread has ended."""
         if self._thread.is_alive():
             self._thread.join()
 
