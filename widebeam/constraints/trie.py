@@ -28,10 +28,9 @@ class DeviceTrie:
         self.heads = [head_VH[codes] for codes in self.codebooks]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the device, heads included."""
-        arrays = [self.first_child, self.code, self.terminal, *self.codebooks, *self.heads]
-        return sum(array.nbytes for array in arrays)
+    def arrays(self) -> list[Tensor]:
+        """Everything of it that lies on the device."""
+        return [self.first_child, self.code, self.terminal, *self.codebooks, *self.heads]
 
     def expand(self, node_R: Tensor, live_R: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Children of all live rows as one flat list of M = `num_slots`: (row [M], child node [M], real [M] bool).

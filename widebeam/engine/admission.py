@@ -162,7 +162,7 @@ def _stops(params: SearchParams, catalog: Catalog | None, limits: Limits) -> tup
 
 def _check_memory(search: Search, wave: WaveLimits) -> None:
     """Refuse what could never run, naming the flag that would let it."""
-    pages = -(-search.num_tokens // wave.page_size)
+    pages = wave.pages_for(search.num_tokens)
     if pages > wave.context_pages:
         raise InvalidRequest(
             f"the prompt needs {pages} KV pages, but the pool has {wave.context_pages} (--max-total-tokens)",

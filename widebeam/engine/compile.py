@@ -57,5 +57,5 @@ def keep_in_place(state: BeamState, context: ContextKV, beams: BeamKV) -> None:
 
 def keep_trie_in_place(trie: DeviceTrie) -> None:
     """The same for a catalog version's arrays."""
-    for array in [trie.first_child, trie.code, trie.terminal, *trie.codebooks, *trie.heads]:
+    for array in trie.arrays:
         torch._dynamo.mark_static_address(array, guard=False)

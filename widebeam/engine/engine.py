@@ -53,6 +53,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     requests_refused: int
     waves: int
     out_of_memory: int
+    fallbacks: int
+    """Slower ways taken than the device has, such as attention in plain PyTorch on a GPU."""
     context_pages: int
     context_pages_used: int
     context_pages_high_water: int
@@ -280,6 +282,7 @@ class Engine(Blocking):
             requests_refused=self._refused,
             waves=self._worker.waves,
             out_of_memory=self._worker.out_of_memory,
+            fallbacks=self._runtime.fallbacks,
             context_pages=context.num_pages,
             context_pages_used=context.pages_used,
             context_pages_high_water=context.high_water,

@@ -73,6 +73,8 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
+        self.fallbacks = 0
+        """Slower ways taken than this device has, each logged once."""
         self._model_config = model_config
         self._max_context_len = max_context_len
         self._tries: weakref.WeakKeyDictionary[Catalog, DeviceTrie] = weakref.WeakKeyDictionary()
@@ -111,6 +113,7 @@ class Runtime:
                 raise ConfigError(f"--attention-backend flashinfer: {reason}")
             if reason and self.device.type == "cuda":
                 log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
+                self.fallbacks += 1
             name = "torch" if reason else "flashinfer"
         try:
             return BACKENDS.get(name)

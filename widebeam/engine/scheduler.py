@@ -52,6 +52,10 @@ class WaveLimits:
     beam_slots: int
     page_size: int
 
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that a prompt takes."""
+        return -(-num_tokens // self.page_size)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -64,7 +68,7 @@ class Load:
     levels: int = 1
     pages: int = 0
 
-    def plus(self, search: Search, page_size: int) -> Load:
+    def plus(self, search: Search, limits: WaveLimits) -> Load:
         """With one more search."""
         return Load(
             self.requests + 1,
@@ -72,7 +76,7 @@ class Load:
             self.rows + search.rows,
             self.beam_rows + search.beam_rows,
             max(self.levels, search.levels),
-            self.pages - (-search.num_tokens // page_size),
+            self.pages + limits.pages_for(search.num_tokens),
         )
 
     def fits(self, limits: WaveLimits) -> bool:
@@ -118,7 +122,7 @@ class Scheduler:
             if not job.wanted(now):
                 self._drop(Outcome(job, DeadlineExceeded("the deadline passed while the request was waiting")))
                 continue
-            heavier = load.plus(job.search, self._limits.page_size)
+            heavier = load.plus(job.search, self._limits)
             if not wave or (job.key == wave[0].key and heavier.fits(self._limits)):
                 wave.append(job)
                 load = heavier

@@ -35,8 +35,6 @@ class LevelShape(NamedTuple):
     candidates: int
     """With a catalog, slots for the children of all rows; without one, candidates that all requests consider."""
     normalizer: Normalizer
-    constrained: bool
-    """Only children in the catalog are candidates."""
     finishing: bool
     """Some sequence may end at this level."""
     stops: bool

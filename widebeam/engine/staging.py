@@ -20,12 +20,12 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
     for name, array in arrays.items():
         view[offsets[name] : offsets[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     buffer = host.to(device, non_blocking=True)
-    return {
-        name: buffer[offsets[name] : offsets[name] + array.nbytes]
-        .view(torch.from_numpy(array[:0].reshape(-1)).dtype if array.ndim else torch.from_numpy(array.reshape(1)).dtype)
-        .view(array.shape)
-        for name, array in arrays.items()
-    }
+
+    def part(name: str, array: np.ndarray) -> Tensor:
+        flat = buffer[offsets[name] : offsets[name] + array.nbytes]
+        return flat.view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+
+    return {name: part(name, array) for name, array in arrays.items()}
 
 
 def to_host(tensors: list[Tensor]) -> list[np.ndarray]:

@@ -129,7 +129,6 @@ class Wave:
             offered=offered,
             candidates=candidates,
             normalizer=self.normalizer,
-            constrained=catalog is not None,
             finishing=ending or self.has_stops or (catalog is not None and catalog.index.mixed_depth),
             stops=self.has_stops,
         )

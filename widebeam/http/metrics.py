@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 STATES = ("starting", "ready", "draining", "stopped", "dead")
 _BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
-_COUNTED = frozenset({"requests_done", "requests_refused", "waves", "out_of_memory"})
+_COUNTED = frozenset({"requests_done", "requests_refused", "waves", "out_of_memory", "fallbacks"})
 """Fields of the engine's statistics that only grow; the others are gauges."""
 
 

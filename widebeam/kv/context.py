@@ -46,16 +46,9 @@ class ContextKV:
     def pages_used(self) -> int:
         return self.num_pages - len(self._free)
 
-    @property
-    def capacity_tokens(self) -> int:
-        return self.num_pages * self.page_size
-
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
     def acquire(self, num_tokens: int) -> ContextLease | None:
         """Pages for so many tokens, or None while too few are free."""
-        count = self.pages_for(num_tokens)
+        count = -(-num_tokens // self.page_size)
         if count > len(self._free):
             return None
         lease = ContextLease([self._free.pop() for _ in range(count)], num_tokens)
