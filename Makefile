@@ -36,3 +36,43 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# make nightly   on a GPU: every benchmark, into build/nightly/, and one summary, build/nightly.md
+# PYTHON         must have widebeam's dependencies with the extra cuda; nothing is installed
+# OLD            copy of an earlier night's folder: fails if a case became slower or less accurate
+.PHONY: nightly
+NIGHTLY := build/nightly
+ITEMS := build/items.parquet
+OFFLINE = $(PYTHON) bench/offline.py --compile --matrix --floor
+ACCURACY = $(PYTHON) bench/accuracy.py --compile
+BREAKDOWN = $(PYTHON) bench/breakdown.py build/qwen3-1.7b --compile --cases 1000x1 5000x1 5000x4
+NEEDS_CUDA = import importlib.util as u, sys; \
+  sys.exit(None if u.find_spec("torch") and __import__("torch").cuda.is_available() else \
+  "make nightly needs a CUDA device and a PyTorch that sees it; there is none for " + sys.executable)
+
+nightly: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+nightly:
+	@$(PYTHON) -c '$(NEEDS_CUDA)'
+	@test -z "$(OLD)" || ls $(OLD)/*-offline-*.json
+	rm -rf $(NIGHTLY)
+	for shape in qwen3-0.6b qwen3-1.7b qwen3-4b; do \
+	  test -f build/$$shape/config.json || $(PYTHON) bench/random_checkpoint.py $$shape build/$$shape || exit 1; done
+	test -f $(ITEMS) || $(PYTHON) bench/random_catalog.py $(ITEMS)
+	$(OFFLINE) build/qwen3-1.7b --save $(NIGHTLY)/1-offline-bf16.json
+	$(OFFLINE) build/qwen3-1.7b --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/2-offline-fp8-catalog.json
+	$(OFFLINE) build/qwen3-0.6b --save $(NIGHTLY)/3-offline-0.6b.json
+	$(OFFLINE) build/qwen3-4b --save $(NIGHTLY)/4-offline-4b.json
+	$(PYTHON) bench/floor.py qwen3-1.7b --save $(NIGHTLY)/5-floor-bf16.json
+	$(PYTHON) bench/floor.py qwen3-1.7b --fp8 --codes 8192 --save $(NIGHTLY)/6-floor-fp8-catalog.json
+	$(BREAKDOWN) --save $(NIGHTLY)/7-breakdown-bf16.json
+	$(BREAKDOWN) --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/8-breakdown-fp8-catalog.json
+	for fp8 in "" "--quantization fp8"; do \
+	  $(ACCURACY) examples/movielens/checkpoint $$fp8 --cases 97x64x64 193x16x256 \
+	    --save $(NIGHTLY)/9-accuracy-movielens$${fp8:+-fp8}.json && \
+	  $(ACCURACY) build/qwen3-1.7b $$fp8 --cases 200x8x64 1000x2x256 \
+	    --save $(NIGHTLY)/9-accuracy-random-1.7b$${fp8:+-fp8}.json || exit 1; done
+	for part in $(NIGHTLY)/*.md; do printf '## %s\n\n' $$(basename $$part .md); cat $$part; echo; done > build/nightly.md
+	@status=0; for old in $(if $(OLD),$(wildcard $(OLD)/*-offline-*.json $(OLD)/*-accuracy-*.json)); do \
+	  printf '## Against %s\n\n' $$old; \
+	  $(PYTHON) bench/compare.py $$old $(NIGHTLY)/$$(basename $$old) || status=1; echo; done >> build/nightly.md; \
+	  echo build/nightly.md; exit $$status

@@ -1,48 +1,65 @@
 """Whole searches without a server: milliseconds of prefill and levels for a matrix of cases, on one device.
 
-    python bench/offline.py CHECKPOINT --cases 1000x1 5000x1 5000x4 --width 256 --tokens 3 [--catalog FILE] [--compile]
+    python bench/offline.py CHECKPOINT --cases 1000x1 5000x4 5000x4x512 [--catalog FILE] [--compile] [--save FILE.json]
+    python bench/offline.py CHECKPOINT --matrix --floor --compile [--quantization fp8] --save FILE.json
 
-A case is CONTEXTxREQUESTS: prompts of that length, prefilled together and searched as one wave, token ids from a fixed
-seed. Without a catalog every token is legal and scores are normalised over the vocabulary; with one, over the level.
-Times are the device's own (CUDA events); the first waves of a case, which compile, are left out.
+A case is CONTEXTxREQUESTS[xWIDTH[xTOKENS]]: prompts of that length, prefilled together and searched as one wave, token
+ids from a fixed seed. Without a catalog every token is legal and scores are normalised over the vocabulary; with one,
+over the level, and its depth is the number of tokens. Times are the device's own (CUDA events); the first waves of a
+case, which compile, are left out. `--matrix` takes the cases that this project holds itself to (matrix.py); `--floor`
+measures beside each case what this machine could do at best (floor.py). With --save, a markdown table lies beside the
+JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from floor import Case, Shape, floor
+from matrix import cases_of, markdown, name_of
+from report import header, save
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
-from widebeam.engine.wave import Search, bound_widths, join_factor
-from widebeam.model.config import load_model_config
+from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
+from widebeam.errors import OutOfMemory
+from widebeam.model.config import ModelConfig, load_model_config
 
 WARM_UP = 3
+LEAST_ROWS = 8192
+LARGEST_PAGE = 256
 
 
-def make_jobs(arguments: argparse.Namespace, case: str, catalog: Catalog | None, vocab_size: int) -> list[Job]:
+class Bench(NamedTuple):
+    """A runtime, and the waves to run on it by the names of their cases."""
+
+    runtime: Runtime
+    shape: Shape
+    codes: int | None
+    """Size of the catalog's codebooks, if there is one."""
+    waves: dict[str, tuple[Case, list[Job]]]
+
+
+def make_jobs(case: Case, catalog: Catalog | None, vocab_size: int) -> list[Job]:
     """The requests of one wave."""
-    context, requests = map(int, case.split("x"))
     rng = np.random.default_rng(0)
-    levels = arguments.tokens if catalog is None else catalog.depth
+    widths = bound_widths((case.width,) * case.tokens, catalog, vocab_size)
     return [
         Job(
             Search(
-                request_id=f"{case}-{b}",
-                token_ids=rng.integers(0, vocab_size, context).astype(np.int32),
-                widths=bound_widths((arguments.width,) * levels, catalog, vocab_size),
-                num_returned=arguments.width,
+                request_id=f"{case.context}-{b}",
+                token_ids=rng.integers(0, vocab_size, case.context).astype(np.int32),
+                widths=widths,
+                num_returned=widths[-1],
                 catalog=catalog,
                 normalizer="vocab" if catalog is None else "level",
                 join=join_factor(catalog, greedy=False, has_stops=False),
@@ -52,70 +69,147 @@ def make_jobs(arguments: argparse.Namespace, case: str, catalog: Catalog | None,
             submitted_at=time.monotonic(),
             deadline=None,
         )
-        for b in range(requests)
+        for b in range(case.requests)
     ]
 
 
+def prepare(arguments: argparse.Namespace) -> Bench:
+    """The runtime and the waves that the options ask for."""
+    folder = Path(arguments.checkpoint)
+    model = load_model_config(folder)
+    shape = Shape(
+        model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim,
+        model.intermediate_size, model.vocab_size,
+    )  # fmt: skip
+    catalog = Catalog.load(arguments.catalog, vocab_size=model.vocab_size) if arguments.catalog else None
+    waves = {}
+    for name in cases_of(shape) if arguments.matrix else arguments.cases:
+        case = Case.parse(name, arguments.width, arguments.tokens)
+        case = case if catalog is None else case._replace(tokens=catalog.depth)
+        waves[name] = (case, make_jobs(case, catalog, model.vocab_size))
+    runtime = make_runtime(arguments, folder, model, waves)
+    if catalog is not None:
+        runtime.add_catalog(catalog)
+    codes = max(map(len, catalog.level_token_ids)) if catalog is not None else None
+    return Bench(runtime, shape, codes, waves)
+
+
+def make_runtime(
+    arguments: argparse.Namespace, folder: Path, model: ModelConfig, waves: dict[str, tuple[Case, list[Job]]]
+) -> Runtime:
+    """A runtime whose pools hold what the waves need and little more, so that peak memory says something."""
+    cases = [case for case, _ in waves.values()]
+    longest = max(case.context + case.tokens for case in cases) + 64
+    rows = max(LEAST_ROWS, *(case.requests * case.width for case in cases))
+    optional: dict[str, Any] = {}
+    if arguments.quantization is not None:
+        optional["quantization"] = arguments.quantization
+    config = EngineConfig(
+        model=str(folder),
+        dtype=arguments.dtype,
+        attention_backend=arguments.attention_backend,
+        enforce_eager=not arguments.compile,
+        max_context_len=longest,
+        max_beam_width=max(64, *(case.width for case in cases)),
+        max_levels=max(16, *(case.tokens for case in cases)),
+        max_wave_requests=max(16, *(case.requests for case in cases)),
+        max_wave_tokens=max(case.context * case.requests for case in cases),
+        max_wave_rows=rows,
+        max_total_tokens=max(case.requests * (case.context + LARGEST_PAGE) for case in cases) + longest,
+        beam_kv_tokens=max(1, *(Wave([job.search for job in jobs], rows).beam_slots for _, jobs in waves.values())),
+        **optional,
+    )
+    return Runtime(config, folder, model, longest)
+
+
+def run_wave(runtime: Runtime, jobs: list[Job]) -> SearchResult:
+    """One wave; the first request's result."""
+    result = runtime.run(jobs)[0].result
+    if not isinstance(result, SearchResult):
+        raise result
+    return result
+
+
 def measure(runtime: Runtime, jobs: list[Job], repeats: int) -> dict[str, Any]:
-    """Medians and the 90th percentile over waves of the same jobs."""
+    """Medians and 90th percentiles over waves of the same jobs, in ms, and what the runtime counted meanwhile."""
+    fallbacks, cuda = runtime.fallbacks, runtime.device.type == "cuda"
     started = time.perf_counter()
     for _ in range(WARM_UP):
-        runtime.run(jobs)
-    first_s = time.perf_counter() - started
-    times = []
+        run_wave(runtime, jobs)
+    warm_up_s = time.perf_counter() - started
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times, host = [], []
     for _ in range(repeats):
-        result = runtime.run(jobs)[0].result
-        assert isinstance(result, SearchResult)
-        times.append((result.timing_ms.prefill + result.timing_ms.decode, result.timing_ms.prefill))
-    totals = sorted(total for total, _ in times)
-    prefill = statistics.median(prefill for _, prefill in times)
-    total = statistics.median(totals)
+        started = time.perf_counter()
+        result = run_wave(runtime, jobs)
+        host.append((time.perf_counter() - started) * 1e3)
+        times.append(result.timing_ms)
+    counters = getattr(runtime, "stats_of_programs", None)
     return {
-        "total_ms": total, "p90_ms": totals[int(0.9 * len(totals))], "prefill_ms": prefill,
-        "levels_ms": total - prefill, "warm_up_s": first_s, "returned": len(result.sequences),
-    }  # fmt: skip
+        **spread("total_ms", "p90_ms", [timing.prefill + timing.decode for timing in times]),
+        **spread("prefill_ms", "prefill_p90_ms", [timing.prefill for timing in times]),
+        **spread("levels_ms", "levels_p90_ms", [timing.decode for timing in times]),
+        "host_ms": statistics.median(host),
+        "warm_up_s": warm_up_s,
+        "returned": len(result.sequences),
+        "fallbacks": runtime.fallbacks - fallbacks,
+        "programs": counters() if callable(counters) else counters,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+    }
+
+
+def spread(median: str, p90: str, times: list[float]) -> dict[str, float]:
+    return {median: statistics.median(times), p90: sorted(times)[int(0.9 * len(times))]}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All cases on one runtime."""
-    folder = Path(arguments.checkpoint)
-    longest = max(int(case.split("x")[0]) for case in arguments.cases) + 64
-    tokens = max(int(context) * int(requests) for context, requests in (case.split("x") for case in arguments.cases))
-    config = EngineConfig(
-        model=str(folder), max_context_len=longest, max_wave_tokens=tokens, max_levels=16,
-        max_beam_width=max(arguments.width, 64), enforce_eager=not arguments.compile,
-        attention_backend=arguments.attention_backend,
-    )  # fmt: skip
-    model = load_model_config(folder)
-    runtime = Runtime(config, folder, model, longest)
-    catalog = Catalog.load(arguments.catalog, vocab_size=model.vocab_size) if arguments.catalog else None
-    if catalog is not None:
-        runtime.add_catalog(catalog)
-    cases = {}
-    for case in arguments.cases:
-        cases[case] = measure(runtime, make_jobs(arguments, case, catalog, model.vocab_size), arguments.repeats)
-        print(case, " ".join(f"{name} {value:.1f}" for name, value in cases[case].items()), flush=True)
-    runtime.check_integrity()
-    device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else "CPU"
-    return {
-        "date": date.today().isoformat(), "machine": f"{device}, torch {torch.__version__}, {runtime.dtype}",
-        "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "save"}, "cases": cases,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else None,
-    }  # fmt: skip
+    """All cases on one runtime. A case for which memory does not suffice says so and stops no other."""
+    bench = prepare(arguments)
+    cases: dict[str, dict[str, Any]] = {}
+    for name, (_, jobs) in bench.waves.items():
+        try:
+            cases[name] = measure(bench.runtime, jobs, arguments.repeats)
+        except (torch.OutOfMemoryError, OutOfMemory):
+            cases[name] = {"error": "out of memory"}
+        shown = " ".join(f"{key} {value:.4g}" for key, value in cases[name].items() if isinstance(value, float))
+        print(name, shown or "out of memory", flush=True)
+    bench.runtime.check_integrity()
+    for name, found in cases.items() if arguments.floor else ():
+        if "total_ms" in found:
+            case, _ = bench.waves[name]
+            best = floor(case, bench.shape, fp8=arguments.quantization == "fp8", codes=bench.codes)
+            found |= {"floor": best, "over_floor": found["total_ms"] / best["total_ms"]}
+    return header(arguments) | {
+        "shape": name_of(bench.shape),
+        "dtype": str(bench.runtime.dtype).removeprefix("torch."),
+        "fallbacks": bench.runtime.fallbacks,
+        "cases": cases,
+    }
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """What every benchmark of a runtime can be told."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("--cases", nargs="+", default=["1000x1", "1000x4", "5000x1", "5000x4"])
+    parser.add_argument("--matrix", action="store_true", help="the cases kept for the checkpoint's shape")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--catalog", type=Path)
     parser.add_argument("--compile", action="store_true", help="compiled functions and graphs (GPU only)")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", help="as in `widebeam serve`, such as fp8")
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save", type=Path, help="JSON file; its table goes beside it, as .md")
+    return parser
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument("--floor", action="store_true", help="measure what the machine could do at best, too")
     chosen = parser.parse_args()
     report = run(chosen)
-    if chosen.save:
-        chosen.save.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\n{markdown(report)}")
+    save(chosen.save, report, markdown(report))

@@ -46,18 +46,17 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     vocab_size = model.vocab_size
     wave = Wave(searches, max_rows=4096)
     device = torch.device("cpu")
-    state = BeamState(4096, 16, 16, device)
+    state = BeamState(4096, 16, 16, 1, vocab_size, torch.float32, device)
     core = Core(model, None, None, state, None, None)  # type: ignore[arg-type]
     data = wave_data(wave, to_device(wave.arrays() | stop_arrays(wave), device), vocab_size)
     trie = DeviceTrie(catalog, model.head_VH) if catalog is not None else None
     state.start(data.num_requests, wave.requests)
     for level, shape in enumerate(wave.shapes):
-        hidden = torch.zeros(shape.rows_in, vocab_size)
         for row in range(shape.rows_in):
             request = int(state.request_R[row])
             if request < len(searches):
-                hidden[row] = tables[request].row(prefix_of(state, row, level))
-        advance(core, data, trie, shape, level, hidden)
+                state.hidden_RH[row] = tables[request].row(prefix_of(state, row, level))
+        advance(core, data, trie.level(level) if trie is not None else None, shape)
     outcomes = collect(core, wave)
     return [
         [Found(tuple(s.token_ids), s.cum_logprob, s.score, s.finish_reason) for s in outcome]  # type: ignore[union-attr]

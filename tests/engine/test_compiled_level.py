@@ -5,6 +5,7 @@ So is prefill with level 0, whose prompts may be padded to a rung.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,12 @@ from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import search as search_module
-from widebeam.engine.advance import advance
-from widebeam.engine.core import Programs
+from widebeam.engine.compile import compiled_programs
 from widebeam.engine.memory import PoolSizes
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
-from widebeam.engine.step import first_step, level_step
 from widebeam.engine.wave import Search, bound_widths, join_factor
 from widebeam.model.config import load_model_config
-from widebeam.model.qwen3 import run_layer
 from widebeam.model.tokenizer import Tokenizer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -80,12 +78,10 @@ def test_a_level_traces_whole_and_gives_the_same(
     torch._dynamo.reset()
 
     def traced(function: Any) -> Any:
-        return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+        return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
 
-    runtime.core.programs = Programs(
-        traced(first_step), traced(advance), traced(level_step), torch.compiler.nested_compile_region(run_layer),
-        padded_tokens=512 if padded else 0,
-    )  # fmt: skip
+    programs = compiled_programs(traced)
+    runtime.core.programs = programs if padded else replace(programs, padded_tokens=0)
     for one, two in zip(eager, results(), strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two]
         assert [score for _, score in one] == pytest.approx([score for _, score in two], abs=1e-4)
@@ -123,7 +119,7 @@ def test_a_trie_costs_what_its_children_cost(checkpoint: Path, catalog_file: Pat
     index = catalog.index
     nodes = torch.arange(int(index.level_start[1]), int(index.level_start[2]))
     real_children = int((index.first_child[nodes + 1] - index.first_child[nodes]).sum())
-    row, child, real = trie.expand(nodes, torch.ones_like(nodes, dtype=torch.bool), real_children)
+    row, child, real, _ = trie.level(1).expand(nodes, torch.ones_like(nodes, dtype=torch.bool), real_children)
     assert bool(real.all()) and real_children == index.nodes_at(2)
     assert child.tolist() == list(range(int(index.level_start[2]), int(index.level_start[3])))
     assert row.tolist() == sorted(row.tolist())

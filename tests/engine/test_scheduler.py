@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from widebeam.engine.scheduler import Job, Outcome, Scheduler, WaveLimits
-from widebeam.engine.shapes import rung, token_rung
+from widebeam.engine.shapes import LEAST_ROWS, rung, token_rung
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded
 
@@ -98,9 +98,9 @@ def test_every_job_runs_once_within_the_limits_and_the_oldest_first(specs: list[
 
 @given(st.integers(1, 100_000))
 def test_rungs_cover_and_waste_at_most_a_third(size: int) -> None:
-    assert size <= rung(size) <= max(size, -(-size * 3 // 2))
+    assert size <= rung(size) <= max(LEAST_ROWS, -(-size * 3 // 2))
     assert rung(rung(size)) == rung(size)
-    assert rung(size, size) == size
+    assert rung(size, max(size, LEAST_ROWS)) == max(size, LEAST_ROWS)
     assert size <= token_rung(size) <= max(size + 63, size * 5 // 4) and token_rung(token_rung(size)) == token_rung(
         size
     )

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from widebeam.model.attention import BACKENDS, Plans, context_attention, merge_beam_keys, prefill_attention
+from widebeam.model.attention import BACKENDS, Plans, context_attention, prefill_attention
 from widebeam.model.config import ModelConfig, RopeConfig
 from widebeam.model.flashinfer import why_not
+from widebeam.model.ops import merge_beams
 
 Q, K, S = 4, 2, 4
 CONFIG = ModelConfig(
@@ -62,7 +63,8 @@ def test_prefill_is_causal_and_apart(
     torch.manual_seed(0)
     rows = 18 if fixed else 15  # some only fill the shape
     q, k, v = (torch.randn(rows, heads, D, device=device, dtype=dtype) for heads in (Q, K, K))
-    plan, handle = make_plans(name, device, dtype, D).prefill(4, rows if fixed else None)
+    plans = make_plans(name, device, dtype, D)
+    plan, handle = plans.prefill(4, rows if fixed else None)
     for lengths in ([5, 1, 9], [15]):
         plan.plan(lengths, rows)
         out, lse = prefill_attention(q, k, v, handle)
@@ -72,7 +74,7 @@ def test_prefill_is_causal_and_apart(
                 seen = slice(start, start + row + 1)
                 expected, expected_lse = naive(q[start + row], k[seen], v[seen])
                 close(out[start + row], expected, eps)
-                close(lse[start + row], expected_lse, max(eps, 1e-4))
+                close(lse[start + row] * plans.lse_scale, expected_lse, max(eps, 1e-4))
             start += length
 
 
@@ -83,28 +85,32 @@ def test_beams_see_their_own_context_and_tokens(
 ) -> None:
     """Pages in any order, a request without rows, rows that fill the shape, decoded keys merged, plans made again."""
     torch.manual_seed(1)
-    J = 3
-    q = torch.randn(6, Q, D, device=device, dtype=dtype)
-    k_pages, v_pages = (torch.randn(10, S, K, D, device=device, dtype=dtype) for _ in range(2))
-    own_k, own_v = (torch.randn(6, J, K, D, device=device, dtype=dtype) for _ in range(2))
-    seen = (torch.arange(J) < 2).expand(6, J).to(device)
-    plan, handle = make_plans(name, device, dtype, D).context(4, 6, splits)
+    J, R = 3, 6
+    one_q = torch.randn(R, Q, D, device=device, dtype=dtype)
+    k_pool, v_pool = (torch.randn(10 * S, K, D, device=device, dtype=dtype) for _ in range(2))
+    own_k, own_v = (torch.randn(R * J, K, D, device=device, dtype=dtype) for _ in range(2))
+    slots, seen = torch.randperm(R * J).view(R, J).to(device), torch.tensor([2], device=device)
+    plans = make_plans(name, device, dtype, D)
+    plan, handle = plans.context(4, R, splits)
     for pages, widths, lengths in (
         ([[3, 1], [5, 7], [2, 6, 4]], [2, 0, 3], [7, 6, 9]),
         ([[9, 8, 2], [1, 4]], [1, 5], [12, 5]),
     ):
         plan.plan(widths, lengths, pages)
-        out, lse = context_attention(q, k_pages, v_pages, handle)
-        merged = merge_beam_keys(q, out, lse, own_k, own_v, seen, D**-0.5)
+        q = one_q.repeat(splits, 1, 1)
+        out, lse = context_attention(q, k_pool, v_pool, handle)
+        merged, _ = merge_beams(q, out, lse, own_k, own_v, slots, seen, D**-0.5, plans.lse_scale, False)
         row = 0
         for width, length, table in zip(widths, lengths, pages, strict=True):
-            k, v = (p[table].flatten(0, 1)[:length] for p in (k_pages, v_pages))
+            k, v = (pool.unflatten(0, (-1, S))[table].flatten(0, 1)[:length] for pool in (k_pool, v_pool))
             for _ in range(width):
-                expected, expected_lse = naive(q[row], k, v)
-                close(out[row], expected, eps)
-                close(lse[row], expected_lse, max(eps, 1e-4))
-                both, _ = naive(q[row], torch.cat((k, own_k[row, :2])), torch.cat((v, own_v[row, :2])))
-                close(merged[row], both, eps)
+                if splits == 1:
+                    expected, expected_lse = naive(one_q[row], k, v)
+                    close(out[row], expected, eps)
+                    close(lse[row] * plans.lse_scale, expected_lse, max(eps, 1e-4))
+                own = slots[row, :2]
+                both, _ = naive(one_q[row], torch.cat((k, own_k[own])), torch.cat((v, own_v[own])))
+                close(merged[row].view(Q, D), both, eps)
                 row += 1
         assert merged.isfinite().all(), "rows that fill the shape must stay finite"
 
@@ -118,11 +124,11 @@ def test_opcheck(name: str, device: str, dtype: torch.dtype, D: int, eps: float)
     context, context_handle = plans.context(4, 5, 1)
     context.plan([4, 1], [6, 3], [[1, 2], [3]])
     q, k, v = (torch.randn(5, heads, D, device=device, dtype=dtype) for heads in (Q, K, K))
-    pages = torch.randn(4, S, K, D, device=device, dtype=dtype)
+    pool = torch.randn(4 * S, K, D, device=device, dtype=dtype)
     strided = torch.randn(5, Q + K, D, device=device, dtype=dtype)[:, Q:]  # as a slice of fused projections
     torch.library.opcheck(prefill_attention, (q, k, v, prefill_handle))
     torch.library.opcheck(prefill_attention, (q, k, strided, prefill_handle))
-    torch.library.opcheck(context_attention, (q, pages, pages.clone(), context_handle))
+    torch.library.opcheck(context_attention, (q, pool, pool.clone(), context_handle))
 
 
 def test_a_plan_lives_as_long_as_its_owner() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests import hf, tiny
 from widebeam.errors import CheckpointError
 from widebeam.model.attention import Plans, prefill_attention
 from widebeam.model.config import load_model_config
 from widebeam.model.layers import float32_linear
+from widebeam.model.qwen3 import Attention, Pools
 from widebeam.model.reference import TorchBackend
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import load_model, resolve_checkpoint
@@ -44,8 +46,17 @@ def prefill_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
     plan.plan([len(prompt) for prompt in prompts], sum(map(len, prompts)))
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
-    attends = [lambda q, k, v: prefill_attention(q, k, v, handle)[0]] * config.num_layers
-    hidden = model(tokens, positions, attends)
+    slots = torch.arange(len(tokens))
+    rotation, stream = model.rotation(positions), model.embed(tokens)
+    for layer in model.layers:
+        pools = Pools(*torch.zeros(2, len(tokens), config.num_kv_heads, config.head_dim))
+
+        def attend(attention: Attention, qkv: Tensor, pools: Pools = pools) -> tuple[Tensor, Tensor]:
+            q, k = attention.place(qkv, rotation, pools, slots, len(tokens))
+            return prefill_attention(q, k, attention.values(qkv), handle)[0].flatten(1), q.new_empty(0)
+
+        stream = layer(stream, attend)
+    hidden = model.hidden(stream)
     return model.logits(hidden)
 
 

@@ -1,9 +1,8 @@
 """How the device functions are compiled: every option in one place.
 
-A level is one graph (forward, head, normaliser, legality, selection, re-pathing) that CUDA-graph trees replay; its
-layers are one nested region, so that 28 of them compile like one. So are prefill and level 0 of short prompts; the
-prefill of long ones compiles by layer and is launched, since its kernels are long. Nothing here changes what a search
-returns.
+Each function is compiled once, for any size, and CUDA-graph trees capture it for each size that comes: capturing takes
+a fraction of a second, compiling many. Prompts of many tokens run uncompiled: their kernels are ours or a library's
+already, and take longer than launching them. Nothing here changes what a search returns.
 """
 
 from __future__ import annotations
@@ -15,47 +14,58 @@ from torch import Tensor
 
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.advance import advance
-from widebeam.engine.core import Programs
-from widebeam.engine.state import BeamState
-from widebeam.engine.step import first_step, level_step
+from widebeam.engine.core import Core, Programs
+from widebeam.engine.state import BeamState, PackedPrompts
+from widebeam.engine.step import forward_rows, prompt_body, prompt_last
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
-from widebeam.model.qwen3 import run_layer
+from widebeam.model.qwen3 import Stream
 
-EAGER = Programs(first_step, advance, level_step)
+EAGER = Programs(forward_rows, advance)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
 PADDED_TOKENS = 2048
 """Prefill of fewer tokens takes less time on an H200 than launching its kernels one by one."""
-SHAPES = 512
-"""Shapes of a level that may be compiled; one more is an error of torch's, since a ladder has far fewer."""
 
 
-def compiled_programs() -> Programs:
+def compiled_programs(compiler: Callable[[Callable[..., None]], Callable[..., None]] | None = None) -> Programs:
     """Compiled forms for a GPU, with cuBLAS for the products: it won nearly every autotuning at these sizes."""
-    torch._dynamo.config.recompile_limit = SHAPES
-    torch._dynamo.config.accumulated_recompile_limit = SHAPES
-
-    def graphed(function: Callable[..., None]) -> Callable[..., None]:
-        return torch.compile(function, mode="reduce-overhead", fullgraph=True, dynamic=False)
-
+    torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal are not one size
+    torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
+    compiler = compiler or graphed
     return Programs(
-        first_step=graphed(first_step),
-        first_level=graphed(advance),
-        level_step=graphed(level_step),
-        step_layer=torch.compiler.nested_compile_region(run_layer),
-        prefill_layer=torch.compile(run_layer, fullgraph=True, dynamic=True),
+        forward_rows=compiler(forward_rows),
+        advance=compiler(advance),
+        short_body=compiler(short_body),
+        short_last=compiler(short_last),
         padded_tokens=PADDED_TOKENS,
     )
+
+
+def graphed(function: Callable[..., None]) -> Callable[..., None]:
+    return torch.compile(function, mode="reduce-overhead", fullgraph=True, dynamic=True)
+
+
+def short_body(core: Core, prompts: PackedPrompts, plan: int) -> None:
+    """`prompt_body` that returns nothing: a graph that returned tensors would keep others from running."""
+    stream = prompt_body(core, prompts, plan)
+    for place, part in zip(core.state.stream, stream, strict=True):
+        place[: part.shape[0]].copy_(part)
+
+
+def short_last(core: Core, prompts: PackedPrompts, plan: int) -> None:
+    """`prompt_last` behind `short_body`."""
+    rows = prompts.tokens_T.shape[0]
+    prompt_last(core, prompts, Stream(*(place[:rows] for place in core.state.stream)), plan)
 
 
 def keep_in_place(state: BeamState, context: ContextKV, beams: BeamKV) -> None:
     """Promise the compiler that what a level reads and writes never moves: graphs then use it where it is."""
     own = [value for value in vars(state).values() if isinstance(value, Tensor)]
-    for buffer in [*own, *state.finished, *context.k, *context.v, *beams.k, *beams.v]:
+    for buffer in [*own, *state.finished, *state.stream, *context.k, *context.v, *beams.k, *beams.v]:
         torch._dynamo.mark_static_address(buffer, guard=False)
 
 
 def keep_trie_in_place(trie: DeviceTrie) -> None:
-    """The same for a catalog version's arrays."""
-    for array in trie.arrays:
+    """The same for a catalog version's nodes. Its heads and codebooks, which differ by level, are copied."""
+    for array in trie.nodes:
         torch._dynamo.mark_static_address(array, guard=False)

@@ -5,31 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from widebeam.engine.state import BeamState
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.model.attention import Plans
-from widebeam.model.qwen3 import Qwen3, run_layer
+from widebeam.model.qwen3 import Qwen3
 
 
 @dataclass(frozen=True)
 class Programs:
     """The functions that run on the device, compiled or as they are (see engine/compile.py)."""
 
-    first_step: Callable[..., None]
-    """`step.first_step`, for prompts of `padded_tokens` or fewer tokens in all."""
-    first_level: Callable[..., None]
-    """`advance.advance`, behind the prefill of more tokens."""
-    level_step: Callable[..., None]
-    """`step.level_step`."""
-    step_layer: Callable[..., Tensor] = run_layer
-    """How `first_step` and `level_step` run a layer."""
-    prefill_layer: Callable[..., Tensor] = run_layer
-    """How the prefill of more tokens runs a layer."""
+    forward_rows: Callable[..., None]
+    """`step.forward_rows`"""
+    advance: Callable[..., None]
+    """`advance.advance`"""
+    short_body: Callable[..., None] | None = None
+    """`step.prompt_body`, which leaves its result in BeamState.stream, for up to `padded_tokens` tokens."""
+    short_last: Callable[..., None] | None = None
+    """`step.prompt_last`, which finds it there."""
     padded_tokens: int = 0
-    """Up to so many tokens prompts are padded to a rung, so that a graph can replay them."""
+    """Up to so many prompt tokens are padded to a rung, so that a graph can replay them."""
 
 
 @dataclass

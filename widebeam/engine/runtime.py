@@ -16,7 +16,7 @@ import torch
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
-from widebeam.engine.compile import EAGER, compiled_programs, keep_in_place, keep_trie_in_place
+from widebeam.engine.compile import EAGER, PADDED_TOKENS, compiled_programs, keep_in_place, keep_trie_in_place
 from widebeam.engine.core import Core
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes
 from widebeam.engine.request import SearchResult, Timing
@@ -91,7 +91,9 @@ class Runtime:
         self._plans = Plans(backend(model_config, config.page_size, pages, self.dtype, self.device))
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
-        self._state = BeamState(rows, requests, config.max_levels, self.device)
+        self._state = BeamState(
+            rows, requests, config.max_levels, PADDED_TOKENS, model_config.hidden_size, self.dtype, self.device
+        )
         if self.device.type == "cuda":
             sizes = measured_sizes(
                 config, model_config, max_context_len, self.dtype, self.device, self._run_largest_wave

@@ -22,7 +22,7 @@ from widebeam.engine.request import Sequence
 from widebeam.engine.shapes import token_rung
 from widebeam.engine.staging import to_device, to_host
 from widebeam.engine.state import REASONS, PackedPrompts, WaveData
-from widebeam.engine.step import prefill
+from widebeam.engine.step import prompt_body, prompt_last
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import EngineError
 
@@ -73,7 +73,8 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
     staged = to_device(wave.arrays() | stop_arrays(wave) | prompts, device)
     data = wave_data(wave, staged, core.model.config.vocab_size)
     core.state.start(data.num_requests, wave.requests)
-    launch_first(core, data, trie, wave, PackedPrompts(**{name: staged[name] for name in prompts}))
+    launch_prompts(core, wave, PackedPrompts(**{name: staged[name] for name in prompts}))
+    core.programs.advance(core, data, trie.level(0) if trie else None, wave.shapes[0])
     clock.mark()
     cut_short = False
     planned: tuple[int, list[int]] | None = None
@@ -82,37 +83,42 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
             cut_short = not wanted()
             if cut_short or not bool((core.state.cum_R[: wave.shapes[level].rows_in] > -torch.inf).any()):
                 break
-        shape, rows = wave.shapes[level], wave.rows(level - 1)
-        plan, handle = core.plans.context(shape.requests, shape.rows_in, shape.splits)
+        shape, rows, splits = wave.shapes[level], wave.rows(level - 1), wave.splits(level)
+        plan, handle = core.plans.context(shape.requests, shape.rows_in, splits)
         if planned != (handle, rows):
             plan.plan(rows, *contexts(wave))
             planned = (handle, rows)
-        core.programs.level_step(core, data, trie, shape, level, handle)
+        core.programs.forward_rows(core, data, shape.rows_in, shape.rows_in * splits, shape.depth, handle)
+        core.programs.advance(core, data, trie.level(level) if trie else None, shape)
     clock.mark()
     outcomes = collect(core, wave)
     return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2), cut_short)
 
 
-def launch_first(core: Core, data: WaveData, trie: DeviceTrie | None, wave: Wave, prompts: PackedPrompts) -> None:
-    """Prefill and level 0: as one graph where the host could not launch as fast as the device runs, else by layer."""
-    rows, shape, programs = len(prompts.tokens_T), wave.shapes[0], core.programs
+def launch_prompts(core: Core, wave: Wave, prompts: PackedPrompts) -> None:
+    """Prefill, as two graphs where the host could not launch as fast as the device runs, else kernel by kernel.
+
+    The last layer is planned while the others run.
+    """
+    rows, programs = len(prompts.tokens_T), core.programs
     graphed = rows <= programs.padded_tokens
     plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
     plan.plan([search.num_tokens for search in wave.searches], rows)
+    stream = programs.short_body(core, prompts, handle) if graphed else prompt_body(core, prompts, handle)
+    last_plan, last_handle = core.plans.context(wave.requests, wave.requests, 1)
+    last_plan.plan([1] * len(wave.searches), *contexts(wave))
     if graphed:
-        programs.first_step(core, data, trie, shape, prompts, handle)
+        programs.short_last(core, prompts, last_handle)
     else:
-        programs.first_level(core, data, trie, shape, 0, prefill(core, prompts, handle, programs.prefill_layer))
+        prompt_last(core, prompts, stream, last_handle)
 
 
 def prompt_arrays(core: Core, wave: Wave) -> dict[str, np.ndarray]:
     """The fields of PackedPrompts, padded to a rung if a graph is to replay them."""
     searches = wave.searches
-    places = [core.context.places(search.lease) for search in searches if search.lease]
+    slots = [core.context.slots(search.lease) for search in searches if search.lease]
     lengths = [search.num_tokens for search in searches]
-    last_B = np.zeros(wave.requests, dtype=np.int64)
-    last_B[: len(searches)] = np.cumsum(lengths) - 1
-    total = sum(lengths)
+    total, absent = sum(lengths), [0] * (wave.requests - len(searches))
     rows = token_rung(total) if token_rung(total) <= core.programs.padded_tokens else total
 
     def packed(parts: list[np.ndarray]) -> np.ndarray:
@@ -122,9 +128,9 @@ def prompt_arrays(core: Core, wave: Wave) -> dict[str, np.ndarray]:
     return {
         "tokens_T": packed([search.token_ids for search in searches]),
         "positions_T": packed([np.arange(length) for length in lengths]),
-        "page_T": packed([pages for pages, _ in places]),
-        "offset_T": packed([offsets for _, offsets in places]),
-        "last_B": last_B,
+        "slot_T": packed(slots),
+        "last_B": np.array([*(np.cumsum(lengths) - 1), *absent], dtype=np.int64),
+        "last_slot_B": np.array([*(slot[-1] for slot in slots), *absent], dtype=np.int64),
     }
 
 
@@ -154,7 +160,7 @@ def contexts(wave: Wave) -> tuple[list[int], list[list[int]]]:
 def collect(core: Core, wave: Wave) -> list[list[Sequence] | EngineError]:
     """Follow the finished sequences' paths through the history and bring everything back in one copy."""
     state, L = core.state, wave.num_levels
-    done = state.finished.head(wave.finished, L)
+    done = state.finished.head(wave.places, L)
     path_LF = done.path.t().long()
     token_LF, logprob_LF = state.token_JR[:L].gather(1, path_LF), state.logprob_JR[:L].gather(1, path_LF)
     last_LF = torch.arange(L, device=path_LF.device)[:, None] == done.length - 1

@@ -1,10 +1,10 @@
 """From scores to survivors: pure tensor functions with one total order, on every device.
 
 Order of candidates within a request: score descending, then parent rank ascending, then token id ascending. Scores are
-float32 cumulative log-probabilities; a candidate of -inf is illegal or dead. Rows of a wave lie request by request, so
-"segment" means the request that a candidate belongs to, and segment B (one past the last) is padding.
+float32 cumulative log-probabilities; a candidate of -inf is illegal or dead. Candidates lie request by request, so
+"segment" means the request that a candidate belongs to; segment B (one past the last) holds padding.
 
-Letters: R rows, V vocabulary, K candidates per row, M candidates in all, B requests.
+Letters: M candidates in all, P places for ranked ones, B requests.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from widebeam.engine.segment_top import segment_top
+
 
 class Candidates(NamedTuple):
-    """M possible continuations. Among equal scores of a request they lie in order of parent row, then token id."""
+    """M possible continuations, request by request; among those of a request in order of parent row, then token id."""
 
+    start_B1: Tensor  # int64 [B + 1], where each request's candidates begin
     score_M: Tensor  # float32, cumulative
     logprob_M: Tensor  # float32, of the token alone
     row_M: Tensor  # int64, parent row
@@ -25,24 +28,30 @@ class Candidates(NamedTuple):
     node_M: Tensor  # int64, catalog node; 0 without a catalog
 
 
-class Ordered(NamedTuple):
-    """Candidates sorted by segment and then by the total order."""
+class Ranked(NamedTuple):
+    """The best candidates of each request, in the total order. Places that nobody fills are not real."""
 
-    order_M: Tensor  # int64, index into the candidates
-    segment_M: Tensor  # int64, ascending
-    start_S: Tensor  # int64 [B + 1], where each segment begins (at most M - 1)
+    real_P: Tensor  # bool
+    segment_P: Tensor  # int64, ascending
+    rank_P: Tensor  # int64, within the request
+    first_P: Tensor  # int64, place of the request's best
+    score_P: Tensor
+    logprob_P: Tensor
+    row_P: Tensor
+    token_P: Tensor
+    node_P: Tensor
 
 
-def row_top(score_RN: Tensor, tie_RN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Each row's best k by score descending, then tie ascending: (score [R, k], place [R, k]).
-
-    `tie` holds distinct integers of a row, below 2**31. topk promises no order among equal values, so it runs on 64-bit
-    keys that hold the score's bits, made monotonic, above the inverted tie: no two keys are equal.
-    """
-    bits = torch.where(score_RN == 0, 0.0, score_RN).view(torch.int32)  # -0.0 and 0.0 are one score
-    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    place_Rk = torch.topk((rising << 32) | (0x7FFFFFFF - tie_RN), k, dim=1).indices
-    return score_RN.gather(1, place_Rk), place_Rk
+def rank(found: Candidates, limit_B1: Tensor, places: int) -> Ranked:
+    """The best `limit_B1` candidates of each request; the host knows that all of them fit in so many places."""
+    start_B1 = found.start_B1
+    size_B = (start_B1[1:] - start_B1[:-1]).minimum(limit_B1[:-1])
+    order_P, real_P = segment_top(found.score_M, start_B1, size_B, places, False)
+    size_B1 = torch.cat((size_B, size_B.new_zeros(1)))
+    segment_P = group_of(size_B1, places)
+    first_P = exclusive_cumsum(size_B1)[segment_P]
+    rank_P = torch.arange(places, device=order_P.device) - first_P
+    return Ranked(real_P, segment_P, rank_P, first_P.clamp_max(places - 1), *(each[order_P] for each in found[1:]))
 
 
 def exclusive_cumsum(size_S: Tensor) -> Tensor:
@@ -56,26 +65,19 @@ def group_of(size_S: Tensor, num_places: int) -> Tensor:
     return torch.searchsorted(size_S.cumsum(0), place, right=True).clamp_max(size_S.shape[0] - 1)
 
 
-def order_by_segment(score_M: Tensor, segment_M: Tensor, num_segments: int) -> Ordered:
-    """Sort by segment, then score descending, then position. Two stable sorts keep the positions of equals."""
-    best = torch.sort(score_M, descending=True, stable=True).indices
-    by_segment = torch.sort(segment_M[best], stable=True)
-    start = torch.searchsorted(by_segment.values, torch.arange(num_segments + 1, device=score_M.device))
-    return Ordered(best[by_segment.indices], by_segment.values, start.clamp_max(score_M.shape[0] - 1))
+def count_before(flag_P: Tensor, ranked: Ranked) -> Tensor:
+    """How many flagged candidates of the same request stand before each one."""
+    count_P = flag_P.cumsum(0) - flag_P.long()
+    return count_P - count_P[ranked.first_P]
 
 
-def count_before(flag_M: Tensor, ordered: Ordered) -> Tensor:
-    """How many flagged candidates of the same segment stand before each one."""
-    count_M = flag_M.cumsum(0) - flag_M.long()
-    return count_M - count_M[ordered.start_S[ordered.segment_M]]
+def compact(keep_M: Tensor, dest_M: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Where each destination's element stands: (index [size], filled [size] bool).
 
-
-def compact(keep_M: Tensor, dest_M: Tensor, source_M: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Write `source` of each kept candidate to its destination row: (source [size], filled [size] bool).
-
-    Destinations of kept candidates are distinct and below `size`; rows that nobody fills hold source 0.
+    Destinations of kept elements are distinct and below `size`; those that nobody fills hold index 0.
     """
     dest_M = torch.where(keep_M, dest_M, size)
-    source = source_M.new_zeros(size + 1).scatter_(0, dest_M, source_M)
-    filled = torch.zeros(size + 1, dtype=torch.bool, device=source_M.device).scatter_(0, dest_M, keep_M)
-    return source[:size], filled[:size]
+    index_M = torch.arange(keep_M.shape[0], device=keep_M.device)
+    index = dest_M.new_zeros(size + 1).scatter_(0, dest_M, index_M)
+    filled = torch.zeros(size + 1, dtype=torch.bool, device=keep_M.device).scatter_(0, dest_M, keep_M)
+    return index[:size], filled[:size]

@@ -1,7 +1,8 @@
 """The shape ladder: which sizes exist, so that few shapes serve every wave. Imports no torch.
 
 What differs between waves is data where possible (lengths, widths, how rows divide among requests) and otherwise a
-rung: the number of rows, of requests, of decoded tokens, of candidates.
+rung: the number of rows, of requests, of decoded tokens, of candidates. No rung is 0 or 1, which a compiler would take
+for a constant.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import NamedTuple
 
 from widebeam.engine.request import Normalizer
 
-REQUEST_RUNGS = (1, 4, 16, 64, 256)
-DEPTH_RUNGS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+LEAST_ROWS = 16
+REQUEST_RUNGS = (16, 64, 256)
+DEPTH_RUNGS = (4, 16, 64, 256, 512)
 
 
 class LevelShape(NamedTuple):
@@ -23,17 +25,15 @@ class LevelShape(NamedTuple):
     rows_in: int
     """R, rows whose children are candidates: beams, or the prompts themselves at level 0."""
     rows_out: int
-    """Rows of the next level; 0 at the last."""
+    """Places for the next level's rows; 0 at the last level."""
     finished: int
     """F, finished sequences that the wave can return."""
     depth: int
     """J, decoded tokens that a row can look back on."""
-    splits: int
-    """Parts in which attention may cut each context; see `context_splits`."""
-    offered: int
-    """Without a catalog, the most candidates that one request considers; 0 with one."""
     candidates: int
-    """With a catalog, slots for the children of all rows; without one, candidates that all requests consider."""
+    """With a catalog, slots for the children of all rows; without one, columns of the vocabulary that are looked at."""
+    ranked: int
+    """P, candidates that are put in order: the best of each request that can matter."""
     normalizer: Normalizer
     finishing: bool
     """Some sequence may end at this level."""
@@ -47,12 +47,16 @@ class LevelShape(NamedTuple):
 
 
 def rung(size: int, limit: int | None = None) -> int:
-    """The next size of the ladder 1, 2, 3, 4, 6, 8, 12, 16, .., never beyond `limit`: at most a third is padding."""
-    if size <= 2:
-        return max(size, 1)
+    """The next size of the ladder 16, 24, 32, 48, 64, .., never beyond `limit`: at most a third is padding."""
+    size = max(size, LEAST_ROWS)
     power = 1 << (size - 1).bit_length()
     padded = power * 3 // 4 if size <= power * 3 // 4 else power
     return padded if limit is None else min(padded, limit)
+
+
+def candidate_rung(size: int) -> int:
+    """The next power of two: catalogs differ, and slots that hold nothing cost little."""
+    return 1 << (max(size, LEAST_ROWS) - 1).bit_length()
 
 
 def token_rung(tokens: int) -> int:

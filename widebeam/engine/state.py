@@ -1,6 +1,7 @@
 """The device's memory of a search: buffers at fixed addresses that every level reads and writes.
 
-Letters: B requests of the wave (index B is padding), R rows, F finished sequences, J decoded tokens, V vocabulary.
+Letters: B requests of the wave (index B is padding), R rows, F finished sequences, J decoded tokens, V vocabulary,
+H hidden.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from widebeam.engine.shapes import depth_rung
 
 REASONS = ("length", "stop", "item")
 """Finish reasons by their code on the device."""
@@ -35,30 +38,40 @@ class Finished(NamedTuple):
 
 
 class BeamState:
-    """Live rows, finished sequences and the history that both point into, for one wave at a time."""
+    """Live rows, finished sequences and the history that both point into, for one wave at a time.
 
-    def __init__(self, max_rows: int, max_requests: int, max_levels: int, device: torch.device) -> None:
+    Every buffer is larger than a level ever uses: to a compiler, using all of one is another case than using a part.
+    """
+
+    def __init__(
+        self, max_rows: int, max_requests: int, max_levels: int, padded_tokens: int, hidden_size: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        rows, columns = max_rows + 1, 2 * depth_rung(max_levels) + 1
         self.level = zeros(1)  # one element: indexing with a 0-d tensor would be read back by the host
-        self.cum_R = zeros(max_rows, dtype=torch.float32)
-        self.token_R = zeros(max_rows)
-        self.node_R = zeros(max_rows)
-        self.request_R = zeros(max_rows)
-        self.path_RJ = zeros(max_rows, max_levels, dtype=torch.int32)
-        self.token_JR = zeros(max_levels, max_rows, dtype=torch.int32)
-        self.logprob_JR = zeros(max_levels, max_rows, dtype=torch.float32)
+        self.cum_R = zeros(rows, dtype=torch.float32)
+        self.token_R = zeros(rows)
+        self.node_R = zeros(rows)
+        self.request_R = zeros(rows)
+        self.first_row_B1 = zeros(max_requests + 2)  # where each request's rows begin, and at B where all end
+        self.hidden_RH = zeros(rows, hidden_size, dtype=dtype)
+        self.stream = [zeros(padded_tokens + 1, hidden_size, dtype=dtype) for _ in range(2)]  # see compile.short_body
+        self.path_RJ = zeros(rows, columns, dtype=torch.int32)
+        self.token_JR = zeros(columns, rows, dtype=torch.int32)
+        self.logprob_JR = zeros(columns, rows, dtype=torch.float32)
         self.broken_B = zeros(max_requests + 1, dtype=torch.int32)
         self.finished = Finished(
-            score=zeros(max_rows, dtype=torch.float32),
-            cum=zeros(max_rows, dtype=torch.float32),
-            length=zeros(max_rows),
-            token=zeros(max_rows),
-            logprob=zeros(max_rows, dtype=torch.float32),
-            node=zeros(max_rows),
-            reason=zeros(max_rows),
-            path=zeros(max_rows, max_levels, dtype=torch.int32),
+            score=zeros(rows, dtype=torch.float32),
+            cum=zeros(rows, dtype=torch.float32),
+            length=zeros(rows),
+            token=zeros(rows),
+            logprob=zeros(rows, dtype=torch.float32),
+            node=zeros(rows),
+            reason=zeros(rows),
+            path=zeros(rows, columns, dtype=torch.int32),
         )
 
     def start(self, num_requests_B: Tensor, requests: int) -> None:
@@ -69,19 +82,20 @@ class BeamState:
         self.cum_R[:requests].copy_(torch.where(real_B, 0.0, -torch.inf))
         self.node_R[:requests].zero_()
         self.request_R[:requests].copy_(torch.where(real_B, row_B, requests))
+        self.first_row_B1[: requests + 1].copy_(torch.arange(requests + 1, device=row_B.device).minimum(num_requests_B))
         self.broken_B.zero_()
         self.finished.score.fill_(-torch.inf)
 
 
 @dataclass
 class PackedPrompts:
-    """The packed prompts of a wave, on the device. Rows that only fill a shape write to page 0."""
+    """The packed prompts of a wave, on the device. Rows that only fill a shape use slot 0."""
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64
-    page_T: Tensor  # int64, page of ContextKV
-    offset_T: Tensor  # int64, place on the page
+    slot_T: Tensor  # int64, slot of ContextKV
     last_B: Tensor  # int64, row of each request's last token
+    last_slot_B: Tensor  # int64, its slot
 
 
 @dataclass

@@ -1,79 +1,91 @@
-"""The steps of a search on the device, each without a look back at the host: prefill with level 0, and one level more.
+"""The network's part of a search: prompts through all layers, then the newest token of every row, level by level.
 
-These are the units that get compiled: sizes come from LevelShape, everything else is data in BeamState and WaveData.
+These are the units that get compiled: sizes come as integers, everything else is data in BeamState and WaveData. Each
+leaves hidden states in `BeamState.hidden_RH`, where `advance` finds them.
 
-Letters: R rows, B requests, T packed prompt tokens, Q query heads, K key/value heads, D head size, J decoded tokens.
+Letters: R rows, B requests, T packed prompt tokens, H hidden, J decoded tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from widebeam.constraints.trie import DeviceTrie
-from widebeam.engine.advance import advance
 from widebeam.engine.core import Core
-from widebeam.engine.shapes import LevelShape
 from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.kv.beam import ancestor_slots
-from widebeam.model.attention import context_attention, merge_beam_keys, prefill_attention
-from widebeam.model.qwen3 import Attend
+from widebeam.model.attention import context_attention, prefill_attention
+from widebeam.model.ops import merge_beams, quantize_rows
+from widebeam.model.qwen3 import Attend, Attention, Pools, Rotation, Stream
 
 
-def first_step(
-    core: Core, wave: WaveData, trie: DeviceTrie | None, shape: LevelShape, prompts: PackedPrompts, plan: int
-) -> None:
-    """Prefill and level 0 in one."""
-    advance(core, wave, trie, shape, 0, prefill(core, prompts, plan, core.programs.step_layer))
+def prompt_body(core: Core, prompts: PackedPrompts, plan: int) -> Stream:
+    """Run the packed prompts through all layers but the last, filling ContextKV. `plan` is a PrefillPlan's handle."""
+    model, slot_T = core.model, prompts.slot_T
+    rotation = model.rotation(prompts.positions_T)
 
-
-def prefill(core: Core, prompts: PackedPrompts, plan: int, run: Callable[..., Tensor]) -> Tensor:
-    """Run the packed prompts, filling ContextKV: hidden state at each request's last token, [B, H]."""
-    page_T, offset_T = prompts.page_T.clone(), prompts.offset_T.clone()  # a nested region takes no views of one buffer
-
-    def attend_with(k_pages: Tensor, v_pages: Tensor) -> Attend:
-        """The attention of one layer, which also puts keys and values on their pages."""
-
-        def attend(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            k_pages[page_T, offset_T] = k_TKD
-            v_pages[page_T, offset_T] = v_TKD
-            return prefill_attention(q_TQD, k_TKD, v_TKD, plan)[0]
+    def attend_with(pools: Pools) -> Attend:
+        def attend(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor]:
+            q_TQD, k_TKD = attention.place(qkv, rotation, pools, slot_T, qkv.shape[0])
+            out_TQD, _ = prefill_attention(q_TQD, k_TKD, attention.values(qkv), plan)
+            return _rows_for(attention, out_TQD)
 
         return attend
 
-    attends = [attend_with(*pages) for pages in zip(core.context.k, core.context.v, strict=True)]
-    return core.model(prompts.tokens_T, prompts.positions_T, attends, prompts.last_B, run)
+    stream = model.embed(prompts.tokens_T)
+    for layer, *pools in zip(model.layers[:-1], core.context.k, core.context.v, strict=False):
+        stream = layer(stream, attend_with(Pools(*pools)))
+    return stream
 
 
-def level_step(core: Core, wave: WaveData, trie: DeviceTrie | None, shape: LevelShape, level: int, plan: int) -> None:
-    """Decode the live rows' newest tokens and select the next rows.
+def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -> None:
+    """The last layer: every token leaves its keys and values, and only each prompt's last token goes on.
 
-    `level` >= 1 only names the codebook's level; `plan` is the handle of the shape's ContextPlan.
+    `plan` is the handle of a ContextPlan that gives each request one row.
     """
-    advance(core, wave, trie, shape, level, forward_rows(core, wave, shape, plan))
+    model, pools = core.model, Pools(core.context.k[-1], core.context.v[-1])
+    layer = model.layers[-1]
+    layer.store(stream, model.rotation(prompts.positions_T), pools, prompts.slot_T)
+    rotation = model.rotation(prompts.positions_T[prompts.last_B])
+
+    def attend(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        q_BQD, _ = attention.place(qkv, rotation, pools, prompts.last_slot_B, qkv.shape[0])
+        return _rows_for(attention, context_attention(q_BQD, *pools, plan)[0])
+
+    last = Stream(stream.residual[prompts.last_B], stream.delta[prompts.last_B])
+    core.state.hidden_RH[: prompts.last_B.shape[0]].copy_(model.hidden(layer(last, attend)))
 
 
-def forward_rows(core: Core, wave: WaveData, shape: LevelShape, plan: int) -> Tensor:
-    """Run the network over the newest token of every row: [R, H]. Their keys and values go to BeamKV."""
-    state, R = core.state, shape.rows_in
-    slots_RJ, seen_RJ, own_R = ancestor_slots(
-        state.path_RJ[:R, : shape.depth], state.level, wave.slot_base, wave.slot_stride
-    )
-    positions_R = wave.context_len_B1[state.request_R[:R]] + state.level - 1
-    scale = core.model.config.head_dim**-0.5
+def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: int, plan: int) -> None:
+    """Run the network over the newest token of every row; its keys and values go to BeamKV.
 
-    def attend_with(k_pages: Tensor, v_pages: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Attend:
+    `query_rows` is `rows` times the parts in which the ContextPlan with the handle `plan` cuts contexts.
+    """
+    model, state, beams = core.model, core.state, core.beams
+    slots_RJ, own_R = ancestor_slots(state.path_RJ[:rows, :depth], state.level, wave.slot_base, wave.slot_stride)
+    rotation = model.rotation(wave.context_len_B1[state.request_R[:rows]] + state.level - 1)
+    scale, lse_scale = model.config.head_dim**-0.5, core.plans.lse_scale
+
+    def attend_with(context: Pools, decoded: Pools) -> Attend:
         """The attention of one layer: its context pages, and its slots of decoded tokens."""
 
-        def attend(q_RQD: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
-            k_SKD[own_R] = k_RKD  # index_put: the compiler does this in place, where index_copy_ would copy the pool
-            v_SKD[own_R] = v_RKD
-            out_RQD, lse_RQ = context_attention(q_RQD, k_pages, v_pages, plan)
-            return merge_beam_keys(q_RQD, out_RQD, lse_RQ, k_SKD[slots_RJ], v_SKD[slots_RJ], seen_RJ, scale)
+        def attend(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor]:
+            q, _ = attention.place(qkv, rotation, decoded, own_R, query_rows)
+            out, lse = context_attention(q, *context, plan)
+            quantize = attention.o_proj.quantized
+            return merge_beams(q, out, lse, *decoded, slots_RJ, state.level, scale, lse_scale, quantize)
 
         return attend
 
-    context, beams = core.context, core.beams
-    attends = [attend_with(*pools) for pools in zip(context.k, context.v, beams.k, beams.v, strict=True)]
-    return core.model(state.token_R[:R], positions_R, attends, run=core.programs.step_layer)
+    stream = model.embed(state.token_R[:rows])
+    pools = zip(core.context.k, core.context.v, beams.k, beams.v, strict=True)
+    for layer, (k, v, beam_k, beam_v) in zip(model.layers, pools, strict=True):
+        stream = layer(stream, attend_with(Pools(k, v), Pools(beam_k, beam_v)))
+    state.hidden_RH[:rows].copy_(model.hidden(stream))
+
+
+def _rows_for(attention: Attention, out_TQD: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention output as the output projection takes it."""
+    rows = out_TQD.flatten(1)
+    if attention.o_proj.quantized:
+        return quantize_rows(rows)
+    return rows, rows.new_empty(0)

@@ -14,7 +14,7 @@ import numpy as np
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import Normalizer
-from widebeam.engine.shapes import LevelShape, context_splits, depth_rung, request_rung, rung
+from widebeam.engine.shapes import LevelShape, candidate_rung, context_splits, depth_rung, request_rung, rung
 
 if TYPE_CHECKING:
     from widebeam.kv.beam import BeamLease
@@ -65,11 +65,12 @@ class Search:
 def join_factor(catalog: Catalog | None, *, greedy: bool, has_stops: bool) -> int:
     """How many candidates a step considers per unit of width.
 
-    With a catalog every legal child. Without one, `width` of them are all that can survive; stop tokens may end some,
-    so beams look at twice as many (as merged SGLang), while greedy text looks at the best alone: a stop ends it.
+    `width` of them are all that can survive. Where a SID can be the prefix of another, items may end among them, so
+    every legal child is considered. Stop tokens may end some as well: beams look at twice as many (as merged SGLang),
+    while greedy text looks at the best alone, since a stop ends it.
     """
     if catalog is not None:
-        return ALL_CANDIDATES
+        return ALL_CANDIDATES if catalog.index.mixed_depth else 1
     return 2 if has_stops and not greedy else 1
 
 
@@ -98,49 +99,53 @@ class Wave:
         self.num_levels = max(search.levels for search in searches)
         self.requests = request_rung(len(searches))
         self.max_rows = max_rows
-        self.finished = rung(sum(search.num_returned for search in searches), max_rows)
+        self.places = rung(sum(search.rows for search in searches), max_rows)
         self.has_stops = any(search.stop_token_ids for search in searches)
         self.beam_lease: BeamLease | None = None
         self.shapes = [self._shape(level) for level in range(self.num_levels)]
-        self.stride = max(shape.rows_out for shape in self.shapes)
+        self.stride = max((0, *(shape.rows_in for shape in self.shapes[1:])))
 
     @property
     def beam_slots(self) -> int:
-        """BeamKV slots that the wave needs: every level but the last writes one for each row."""
+        """BeamKV slots that the wave needs: every level but the first writes one for each row that it decodes."""
         return self.stride * (self.num_levels - 1)
 
     def rows(self, level: int) -> list[int]:
         """Live rows of each request after `level`: those that go on to the next one."""
         return [search.widths[level] if level < search.levels - 1 else 0 for search in self.searches]
 
+    def splits(self, level: int) -> int:
+        """Parts in which attention cuts each context at that level."""
+        return context_splits(self.shapes[level].rows_in, min(search.num_tokens for search in self.searches))
+
     def _shape(self, level: int) -> LevelShape:
         catalog = self.catalog
-        rows_in = self.requests if level == 0 else rung(sum(self.rows(level - 1)), self.max_rows)
-        rows_out = sum(self.rows(level))
-        offered, candidates = self._candidates(level)
+        going_on = any(level < search.levels - 1 for search in self.searches)
         ending = any(level == search.levels - 1 for search in self.searches)
+        candidates, ranked = self._candidates(level)
         return LevelShape(
             requests=self.requests,
-            rows_in=rows_in,
-            rows_out=rung(rows_out, self.max_rows) if rows_out else 0,
-            finished=self.finished,
+            rows_in=self.requests if level == 0 else rung(sum(self.rows(level - 1)), self.max_rows),
+            rows_out=self.places if going_on else 0,
+            finished=self.places,
             depth=depth_rung(level),
-            splits=context_splits(rows_in, min(search.num_tokens for search in self.searches)),
-            offered=offered,
             candidates=candidates,
+            ranked=ranked,
             normalizer=self.normalizer,
             finishing=ending or self.has_stops or (catalog is not None and catalog.index.mixed_depth),
             stops=self.has_stops,
         )
 
     def _candidates(self, level: int) -> tuple[int, int]:
-        """`offered` and `candidates` of LevelShape."""
+        """`candidates` and `ranked` of LevelShape."""
         active = [search for search in self.searches if level < search.levels]
         if self.catalog is None:
-            limits = [search.widths[level] * search.join for search in active]
-            return rung(max(limits)), rung(sum(limits))
+            join = max(search.join for search in active)
+            return join * self.places, join * self.places
+        index = self.catalog.index
         parents = [1 if level == 0 else search.widths[level - 1] for search in active]
-        return 0, rung(sum(self.catalog.index.widest(level, width) for width in parents))
+        candidates = candidate_rung(sum(index.widest(level, width) for width in parents))
+        return candidates, candidates if index.mixed_depth else self.places
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What the device needs to know about the wave and its requests, by WaveData's names."""

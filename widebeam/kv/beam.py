@@ -74,15 +74,12 @@ class BeamKV:
             raise RuntimeError(f"a beam lease ends at slot {end} of {self.num_slots}")
 
 
-def ancestor_slots(path_RJ: Tensor, level: Tensor, base: Tensor, stride: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a row's decoded keys lie: (slots [R, J], seen [R, J] bool, own slot [R]).
+def ancestor_slots(path_RJ: Tensor, level: Tensor, base: Tensor, stride: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a row's decoded keys lie: (slots [R, J], own slot [R]).
 
-    Called at `level` (one element) >= 1, when tokens of levels 0 .. level - 1 exist. The own slot is that of level - 1,
-    which is written now; entries that do not exist yet point at it too, so that nothing stale is ever read.
+    Called at `level` (one element) >= 1, when tokens of levels 0 .. level - 1 exist: only so many columns mean anything.
+    The own slot is that of level - 1, which is written now.
     """
     R, J = path_RJ.shape
-    column_J = torch.arange(J, device=path_RJ.device)
     own_R = base + (level - 1) * stride + torch.arange(R, device=path_RJ.device)
-    seen_RJ = (column_J < level).expand(R, J)
-    slots_RJ = torch.where(seen_RJ, base + column_J * stride + path_RJ.long(), own_R[:, None])
-    return slots_RJ, seen_RJ, own_R
+    return base + torch.arange(J, device=path_RJ.device) * stride + path_RJ.long(), own_R

@@ -24,7 +24,7 @@ class ContextLease:
 
 
 class ContextKV:
-    """The paged pool: `k` and `v`, [P, S, K, D] for each layer.
+    """The paged pool: `k` and `v`, [P S, K, D] for each layer: page p holds slots p S .. p S + S - 1.
 
     Page 0 belongs to nobody: rows that only fill up a shape write there.
     """
@@ -32,7 +32,7 @@ class ContextKV:
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
         # one allocation a layer: a compiled level may then write one without touching the others
         self.k: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.v: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
@@ -63,10 +63,11 @@ class ContextKV:
         self._leases.remove(lease)
         self._free.extend(reversed(lease.pages))
 
-    def places(self, lease: ContextLease) -> tuple[np.ndarray, np.ndarray]:
-        """Page and offset of each of the lease's tokens, int64."""
+    def slots(self, lease: ContextLease) -> np.ndarray:
+        """The slot of each of the lease's tokens, int64."""
         position = np.arange(lease.num_tokens, dtype=np.int64)
-        return np.asarray(lease.pages, dtype=np.int64)[position // self.page_size], position % self.page_size
+        pages = np.asarray(lease.pages, dtype=np.int64)
+        return pages[position // self.page_size] * self.page_size + position % self.page_size
 
     def check_integrity(self) -> None:
         """Every page is free or held by exactly one lease. Raises RuntimeError."""

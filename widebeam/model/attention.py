@@ -1,13 +1,12 @@
-"""Attention of the search, as two opaque ops and one piece of plain PyTorch.
+"""Attention of the search, as two opaque ops.
 
 `prefill_attention` is causal over the packed prompt; `context_attention` lets every beam of a request read that
 request's context pages. Both look up a plan by its handle: planning (which rows belong to which request,
 which pages hold its context) is host work done before the ops run, once per row layout, so that a compiled level
-contains no host decision. The few keys that a beam decoded itself are attended by `merge_beam_keys`, which a compiler
-can fuse.
+contains no host decision. The few keys that a beam decoded itself are added by `ops.merge_beams`.
 
-Letters: T packed prompt tokens, R beam rows, J decoded tokens of a beam, Q query heads, K key/value heads, D head size,
-P pages, S page size.
+Letters: T packed prompt tokens, R beam rows, Q query heads, K key/value heads, D head size, P parts of a context,
+S slots of a pool (pages lie in it one behind the other).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class PrefillPlan(Protocol):
         """Prompts of these lengths lie one behind the other; rows up to `num_rows` only fill a shape."""
 
     def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Causal attention and its log-sum-exp: [T, Q, D] of q's dtype, [T, Q] float32 (natural logarithm)."""
+        """Causal attention and its log-sum-exp: [T, Q, D] of q's dtype, [T, Q] float32 (see `lse_scale`)."""
 
 
 class ContextPlan(Protocol):
@@ -40,12 +39,19 @@ class ContextPlan(Protocol):
     def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         """Request b has `widths[b]` consecutive rows and `lengths[b]` context tokens in `pages[b]`."""
 
-    def run(self, q_RQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of rows over their request's pages; rows of no request give anything finite."""
+    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of rows over their request's pages, with q lying there once for each part of the contexts.
+
+        [P R, Q, D] and the log-sum-exp [P R, Q], which is -inf where a part is not used; rows of no request give
+        anything finite.
+        """
 
 
 class AttentionBackend(Protocol):
     """Makes plans. Chosen by name, once, at start."""
+
+    lse_scale: float
+    """What turns the backend's log-sum-exp into natural logarithms."""
 
     def prefill_plan(self, requests: int, rows: int | None) -> PrefillPlan:
         """A plan for up to so many prompts, in exactly `rows` rows if a graph is to replay it."""
@@ -53,8 +59,8 @@ class AttentionBackend(Protocol):
     def context_plan(self, requests: int, rows: int, splits: int) -> ContextPlan:
         """A plan for up to so many requests in exactly `rows` rows.
 
-        With `splits` > 1 a backend may cut each context in so many parts, so that few rows fill the device; every
-        context then has at least so many pages.
+        With `splits` > 1 each context may be cut in so many parts, so that few rows fill the device; every context then
+        has at least so many pages.
         """
 
 
@@ -66,7 +72,7 @@ BACKENDS.add("torch", "widebeam.model.reference:TorchBackend")
 BACKENDS.add("flashinfer", "widebeam.model.flashinfer:FlashInferBackend")
 
 _plans: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_handles = itertools.count()
+_handles = itertools.count(2)  # a compiler would treat 0 and 1 as constants
 
 
 P = TypeVar("P", PrefillPlan, ContextPlan)
@@ -84,6 +90,7 @@ class Plans:
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
+        self.lse_scale = backend.lse_scale
         self._prefill: dict[tuple[int, int | None], tuple[PrefillPlan, int]] = {}
         self._context: dict[tuple[int, int, int], tuple[ContextPlan, int]] = {}
 
@@ -109,9 +116,9 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, plan: int) -> tuple[Tenso
 
 
 @torch.library.custom_op("widebeam::context_attention", mutates_args=())
-def context_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: int) -> tuple[Tensor, Tensor]:
-    """q [R, Q, D], pages [P, S, K, D] -> (out [R, Q, D], lse [R, Q] float32)."""
-    return _plans[plan].run(q, k_pages, v_pages)
+def context_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: int) -> tuple[Tensor, Tensor]:
+    """q [P R, Q, D], pools [S, K, D] -> (out [P R, Q, D], lse [P R, Q] float32)."""
+    return _plans[plan].run(q, k_pool, v_pool)
 
 
 def _fake(q: Tensor, _k: Tensor, _v: Tensor, _plan: int) -> tuple[Tensor, Tensor]:
@@ -120,27 +127,3 @@ def _fake(q: Tensor, _k: Tensor, _v: Tensor, _plan: int) -> tuple[Tensor, Tensor
 
 prefill_attention.register_fake(_fake)
 context_attention.register_fake(_fake)
-
-
-def merge_beam_keys(
-    q_RQD: Tensor, out_RQD: Tensor, lse_RQ: Tensor, k_RJKD: Tensor, v_RJKD: Tensor, seen_RJ: Tensor, scale: float
-) -> Tensor:
-    """Add the beam's own decoded tokens to its attention over the context, [R, Q, D] of q's dtype.
-
-    `out_RQD` and `lse_RQ` come from `context_attention`; `seen_RJ` says which decoded tokens exist. The two softmaxes
-    are merged by their log-sum-exp (as in Flash-Decoding and cascade inference), so that the context is read once per
-    request and never per beam. A row with no context at all is right as well: its context weight is exp(-inf) = 0.
-    """
-    R, Q, D = q_RQD.shape
-    K = k_RJKD.shape[2]
-    q = q_RQD.float().view(R, 1, K, Q // K, D) * scale
-    logit_RJKG = (q * k_RJKD.float().unsqueeze(3)).sum(-1)
-    logit_RJKG = logit_RJKG.masked_fill(~seen_RJ[:, :, None, None], -torch.inf)
-    lse_RKG = lse_RQ.view(R, K, Q // K)
-    top_RKG = torch.maximum(lse_RKG, logit_RJKG.amax(1))
-    weight_RJKG = (logit_RJKG - top_RKG.unsqueeze(1)).exp()
-    context_RKG = (lse_RKG - top_RKG).exp()
-    total_RKG = context_RKG + weight_RJKG.sum(1)
-    own_RKGD = (weight_RJKG.unsqueeze(-1) * v_RJKD.float().unsqueeze(3)).sum(1)
-    merged = context_RKG.unsqueeze(-1) * out_RQD.float().view(R, K, Q // K, D) + own_RKGD
-    return (merged / total_RKG.unsqueeze(-1)).view(R, Q, D).to(q_RQD.dtype)

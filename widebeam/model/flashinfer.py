@@ -44,6 +44,8 @@ def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
 class FlashInferBackend:
     """Wrappers that share one workspace: they run one after another on one stream."""
 
+    lse_scale = math.log(2)
+
     def __init__(
         self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -98,16 +100,15 @@ class FlashInferPrefill:
         event.record()
 
     def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        out_TQD, lse_TQ = self._wrapper.run(q_TQD, k_TKD, v_TKD, return_lse=True)
-        return out_TQD, lse_TQ * math.log(2)
+        return self._wrapper.run(q_TQD, k_TKD, v_TKD, return_lse=True)
 
 
 class FlashInferContext:
     """ContextPlan: paged, not causal, each context cut in `splits` parts that see all rows of their request.
 
-    One request at width 256 cannot fill the chip; its parts are pseudo-requests with the same queries, merged by their
-    log-sum-exp. In each part the rows that only fill the shape are a request of their own, over the one token of
-    page 0, so that every row is written.
+    One request at width 256 cannot fill the chip; its parts are pseudo-requests with copies of the same queries, which
+    `ops.merge_beams` puts together. In each part the rows that only fill the shape are a request of their own, over the
+    one token of page 0, so that every row is written.
     """
 
     def __init__(self, backend: FlashInferBackend, requests: int, rows: int, splits: int) -> None:
@@ -157,14 +158,6 @@ class FlashInferContext:
             last += [1] * (absent + 1)
         return rows, tables, last
 
-    def run(self, q_RQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor) -> tuple[Tensor, Tensor]:
-        splits, R = self._splits, self._rows
-        queries = q_RQD if splits == 1 else q_RQD.repeat(splits, 1, 1)
-        out, lse = self._wrapper.run(queries, (k_PSKD, v_PSKD), return_lse=True)
-        if splits > 1:
-            from flashinfer import merge_states
-
-            out = out.unflatten(0, (splits, R)).transpose(0, 1).contiguous()
-            lse = lse.unflatten(0, (splits, R)).transpose(0, 1).contiguous()
-            out, lse = merge_states(out, lse)
-        return out, lse * math.log(2)
+    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
+        pages = tuple(pool.unflatten(0, (-1, self._backend.page_size)) for pool in (k_SKD, v_SKD))
+        return self._wrapper.run(q, pages, return_lse=True)

@@ -15,29 +15,53 @@ from widebeam.model.config import RopeConfig
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, in float32, as Hugging Face's Qwen computes it."""
+    """The weight of a root-mean-square norm; `ops.add_rms_norm` and `ops.rotate_and_store` apply it."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`, with storage left for the loader to fill."""
+    """`x @ weight.T + bias`, with storage left for the loader to fill.
+
+    A quantised one holds float8_e4m3fn weights [N, H] with a scale for each output, [1, N], and takes quantised rows.
+    """
 
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size_out, size_in), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size_out), requires_grad=False) if bias else None
+        self.scale: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    @property
+    def quantized(self) -> bool:
+        return self.scale is not None
+
+    def forward(self, x_TH: Tensor, scale_T1: Tensor) -> Tensor:
+        """Rows, and their scales if this product is quantised, -> [T, N]."""
+        return self.outputs(x_TH, scale_T1, 0)
+
+    def outputs(self, x_TH: Tensor, scale_T1: Tensor, first: int) -> Tensor:
+        """The outputs from `first` on."""
+        bias = None if self.bias is None else self.bias[first:]
+        if self.scale is None:
+            return F.linear(x_TH, self.weight[first:], bias)
+        return scaled_linear(x_TH, scale_T1, self.weight[first:], self.scale[:, first:], bias)
+
+
+def scaled_linear(x_TH: Tensor, scale_T1: Tensor, weight_NH: Tensor, scale_1N: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of quantised rows with quantised weights, in bfloat16: [T, N].
+
+    CUDA multiplies float8 operands and scales the sums; elsewhere the operands are widened, which is exact.
+    """
+    if x_TH.is_cuda:
+        return torch._scaled_mm(
+            x_TH, weight_NH.t(), scale_a=scale_T1, scale_b=scale_1N, bias=bias, out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
+    wide = F.linear(x_TH.float(), weight_NH.float()) * scale_T1 * scale_1N
+    return (wide if bias is None else wide + bias.float()).bfloat16()
 
 
 def float32_linear(x_TH: Tensor, weight_VH: Tensor) -> Tensor:

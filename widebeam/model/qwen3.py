@@ -1,44 +1,84 @@
-"""The dense Qwen3 / Qwen2 decoder. It maps tokens at positions to hidden states; where keys and values are kept and
-which of them a token sees is the business of the `attends` functions that the caller passes in, one for each layer.
+"""The dense Qwen3 / Qwen2 decoder, in pieces that a search puts together. It maps tokens at positions to hidden states;
+where keys and values are kept and which of them a token sees is the business of the `attend` function that the caller
+passes in.
+
+Between layers two tensors travel: the residual stream and what the last product wants added to it, so that one kernel
+adds and norms.
 
 Letters: T rows (packed prompt tokens, or beams), H hidden, Q query heads, K key/value heads, D head size, N layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from widebeam.model.config import ModelConfig
-from widebeam.model.layers import Linear, RMSNorm, Rotary, float32_linear, rotate
+from widebeam.model.layers import Linear, RMSNorm, Rotary, float32_linear
+from widebeam.model.ops import add_rms_norm, rotate_and_store, silu_mul
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q [T, Q, D], k [T, K, D], v [T, K, D]) -> attention output [T, Q, D]"""
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the rows' positions, float32 [T, 1, D/2]; the same in all layers."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Pools(NamedTuple):
+    """Where one layer's keys and values lie: a row of each for every slot, [S, K, D]."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Stream(NamedTuple):
+    """What travels between layers, [T, H] each: the next layer adds `delta` to `residual` before it norms."""
+
+    residual: Tensor
+    delta: Tensor
 
 
 class Attention(nn.Module):
-    """Projections, per-head norms (Qwen3) and rotation; the attention itself is `attend`."""
+    """Projections, per-head norms (Qwen3) and rotation; the attention itself is the caller's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        size = config.num_heads * config.head_dim
+        self.q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        self.split = [size, kv_size, kv_size]
-        self.qkv_proj = Linear(config.hidden_size, sum(self.split), bias=config.qkv_bias)
-        self.o_proj = Linear(size, config.hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.eps = config.rms_norm_eps
+        self.qkv_proj = Linear(config.hidden_size, self.q_size + 2 * kv_size, bias=config.qkv_bias)
+        self.o_proj = Linear(self.q_size, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else None
 
-    def forward(self, x_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.qkv_proj(x_TH).split(self.split, dim=-1)
-        q_TQD = rotate(self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))), cos, sin)
-        k_TKD = rotate(self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))), cos, sin)
-        v_TKD = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return self.o_proj(attend(q_TQD, k_TKD, v_TKD).flatten(1))
+    def place(
+        self, qkv: Tensor, rotation: Rotation, pools: Pools, slot_T: Tensor, query_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Norm, rotate, and store keys and values in their slots: (q [query_rows, Q, D], k [T, K, D]).
+
+        `query_rows` is a multiple of T: q then lies there several times over.
+        """
+        q_norm = self.q_norm.weight if self.q_norm is not None else None
+        k_norm = self.k_norm.weight if self.k_norm is not None else None
+        return rotate_and_store(
+            qkv, *rotation, q_norm, k_norm, self.eps, *pools, slot_T, self.num_heads, self.num_kv_heads, query_rows
+        )
+
+    def values(self, qkv: Tensor) -> Tensor:
+        """A view of the values in the product, [T, K, D]."""
+        size = self.num_kv_heads * self.head_dim
+        return qkv[:, -size:].unflatten(-1, (self.num_kv_heads, self.head_dim))
+
+
+Attend = Callable[[Attention, Tensor], tuple[Tensor, Tensor]]
+"""(the layer's attention, its qkv product [T, (Q + 2 K) D]) -> what goes into the output projection: rows [T, Q D] and,
+if that is quantised, their scales"""
 
 
 class MLP(nn.Module):
@@ -49,9 +89,9 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_TH).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x_TH: Tensor, scale_T1: Tensor) -> Tensor:
+        inner, inner_scale = silu_mul(self.gate_up_proj(x_TH, scale_T1), self.down_proj.quantized)
+        return self.down_proj(inner, inner_scale)
 
 
 class Layer(nn.Module):
@@ -59,23 +99,34 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eps = config.rms_norm_eps
+        self.input_layernorm = RMSNorm(config.hidden_size)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size)
         self.mlp = MLP(config)
 
-    def forward(self, x_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos, sin, attend)
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+    def forward(self, stream: Stream, attend: Attend) -> Stream:
+        attention, mlp = self.self_attn, self.mlp
+        residual, x_TH, scale = add_rms_norm(
+            *stream, self.input_layernorm.weight, self.eps, attention.qkv_proj.quantized
+        )
+        delta = attention.o_proj(*attend(attention, attention.qkv_proj(x_TH, scale)))
+        residual, x_TH, scale = add_rms_norm(
+            residual, delta, self.post_attention_layernorm.weight, self.eps, mlp.gate_up_proj.quantized
+        )
+        return Stream(residual, mlp(x_TH, scale))
 
-
-def run_layer(layer: Layer, x_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """One layer as a function: the unit that is compiled once and runs for all of them."""
-    return layer(x_TH, cos, sin, attend)
+    def store(self, stream: Stream, rotation: Rotation, pools: Pools, slot_T: Tensor) -> None:
+        """Nothing but the layer's keys and values, put in their slots: all that the last layer's early tokens owe."""
+        attention = self.self_attn
+        _, x_TH, scale = add_rms_norm(*stream, self.input_layernorm.weight, self.eps, attention.qkv_proj.quantized)
+        kv = attention.qkv_proj.outputs(x_TH, scale, attention.q_size)
+        k_norm = attention.k_norm.weight if attention.k_norm is not None else None
+        rotate_and_store(kv, *rotation, None, k_norm, self.eps, *pools, slot_T, 0, attention.num_kv_heads, 0)
 
 
 class Qwen3(nn.Module):
-    """The network without its beams: `forward` gives normed hidden states, `logits` turns them into float32 scores."""
+    """The network without its beams: tokens -> stream -> layers -> hidden states -> float32 logits."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,7 +134,7 @@ class Qwen3(nn.Module):
         self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
         self.rotary = Rotary(config.rope, config.head_dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size)
         self.lm_head = (
             None
             if config.tied_head
@@ -95,23 +146,18 @@ class Qwen3(nn.Module):
         """Rows of the output projection: the embedding where the checkpoint ties them."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attends: Sequence[Attend],
-        keep_R: Tensor | None = None,
-        run: Callable[..., Tensor] = run_layer,
-    ) -> Tensor:
-        """Hidden states after the final norm, [T, H], or only those of rows `keep_R`, [R, H].
-
-        `attends` has an attention for each layer; `run` is `run_layer` or a compiled form of it.
-        """
+    def embed(self, tokens_T: Tensor) -> Stream:
+        """What enters the first layer."""
         x_TH = F.embedding(tokens_T, self.embed_tokens)
-        cos, sin = self.rotary(positions_T)
-        for layer, attend in zip(self.layers, attends, strict=True):
-            x_TH = run(layer, x_TH, cos, sin, attend)
-        return self.norm(x_TH if keep_R is None else x_TH[keep_R])
+        return Stream(x_TH, torch.zeros_like(x_TH))
+
+    def rotation(self, positions_T: Tensor) -> Rotation:
+        """The rows' rotation by their positions."""
+        return Rotation(*self.rotary(positions_T))
+
+    def hidden(self, stream: Stream) -> Tensor:
+        """Hidden states after the final norm, [T, H]."""
+        return add_rms_norm(*stream, self.norm.weight, self.config.rms_norm_eps, False)[1]
 
     def logits(self, hidden_RH: Tensor, head_VH: Tensor | None = None) -> Tensor:
         """Float32 logits over the vocabulary, [R, V], or over the rows of a smaller head."""

@@ -40,8 +40,8 @@ class TorchPrefill:
 class TorchContext:
     """ContextPlan over lists of widths, lengths and page tables."""
 
-    def __init__(self, scale: float, device: torch.device) -> None:
-        self._scale, self._device = scale, device
+    def __init__(self, scale: float, page_size: int, device: torch.device) -> None:
+        self._scale, self._page_size, self._device = scale, page_size, device
         self._requests: list[tuple[int, int, Tensor]] = []
 
     def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
@@ -50,27 +50,31 @@ class TorchContext:
             for width, length, table in zip(widths, lengths, pages, strict=True)
         ]
 
-    def run(self, q_RQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
+        k_pages, v_pages = (pool.unflatten(0, (-1, self._page_size)) for pool in (k_SKD, v_SKD))
+
         def parts() -> Iterable[tuple[int, Tensor, Tensor]]:
             for width, length, pages in self._requests:
-                yield width, k_PSKD[pages].flatten(0, 1)[:length], v_PSKD[pages].flatten(0, 1)[:length]
+                yield width, k_pages[pages].flatten(0, 1)[:length], v_pages[pages].flatten(0, 1)[:length]
 
-        return _by_request(q_RQD, parts(), self._scale, causal=False)
+        return _by_request(q, parts(), self._scale, causal=False)
 
 
 class TorchBackend:
-    """Plans of no fixed shape; nothing is kept between them."""
+    """Plans of no fixed shape, which never cut a context; nothing is kept between them."""
+
+    lse_scale = 1.0
 
     def __init__(
         self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._scale, self._device = config.head_dim**-0.5, device
+        self._scale, self._page_size, self._device = config.head_dim**-0.5, page_size, device
 
     def prefill_plan(self, requests: int, rows: int | None) -> TorchPrefill:
         return TorchPrefill(self._scale)
 
     def context_plan(self, requests: int, rows: int, splits: int) -> TorchContext:
-        return TorchContext(self._scale, self._device)
+        return TorchContext(self._scale, self._page_size, self._device)
 
 
 def _by_request(

@@ -1,0 +1,220 @@
+"""How long one product, one attention or one copy takes on this machine, alone and at its best: what floor.py sums.
+
+Many launches of it run in one CUDA graph, over buffers that together exceed the cache, on random data, so that neither
+launching nor a warm cache flatters it. Everything is measured once per size and remembered. Without a GPU it runs too,
+but then the numbers say nothing.
+
+Letters: T packed prompt tokens, R rows, Q query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+REPEATS = 11 if CUDA else 1
+COLD_BYTES = (256 << 20) if CUDA else 0
+"""Distinct buffers in turn hold so much, several times an L2 cache, as the weights and pages of all layers do."""
+GRAPH_MS, MOST_LAUNCHES = 1.0, 256
+"""A graph lasts about so long, so that its own start does not count."""
+COPY_BYTES = (1 << 30) if CUDA else (1 << 20)
+WORKSPACE_BYTES = 256 << 20
+PAGE = 64
+SPLITS = (1, 4)
+Call = Callable[[], object]
+
+
+def launch_ms(calls: Sequence[Call]) -> float:
+    """Median milliseconds of a launch; `calls` are the same work on different buffers."""
+    if not CUDA:
+        return statistics.median(_host_ms(calls) for _ in range(REPEATS)) / len(calls)
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    launches = len(calls)
+    while True:
+        ms = _graph_ms(list(itertools.islice(itertools.cycle(calls), launches)))
+        if ms >= GRAPH_MS / 2 or launches >= MOST_LAUNCHES:
+            return ms / launches
+        launches = min(MOST_LAUNCHES, int(launches * GRAPH_MS / ms) + 1)
+
+
+def _host_ms(calls: Sequence[Call]) -> float:
+    started = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - started) * 1e3
+
+
+def _graph_ms(calls: Sequence[Call]) -> float:
+    """Median milliseconds of one replay of all calls."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(3 + REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def random(*size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.bfloat16, device=DEVICE)
+
+
+def random_fp8(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """An fp8 matrix, and a scale for each row as a column."""
+    return random(rows, columns).to(torch.float8_e4m3fn), torch.rand(rows, 1, device=DEVICE)
+
+
+def distinct(nbytes: int) -> int:
+    """How many buffers of a size are used in turn."""
+    return max(1, min(64, COLD_BYTES // nbytes + 1))
+
+
+@cache
+def copy_bandwidth() -> float:
+    """Bytes a millisecond, read and written together."""
+    source, target = (torch.randint(-128, 127, (COPY_BYTES,), dtype=torch.int8, device=DEVICE) for _ in range(2))
+    return 2 * COPY_BYTES / launch_ms([partial(target.copy_, source)])
+
+
+def copy_ms(nbytes: int) -> float:
+    """Milliseconds in which so many bytes, read or written, pass the memory."""
+    return nbytes / copy_bandwidth()
+
+
+@cache
+def product_ms(rows: int, n: int, k: int) -> float:
+    """[rows, k] x [k, n] in bf16."""
+    x = random(rows, k)
+    weights = [random(n, k) for _ in range(distinct(n * k * 2))]
+    return _by_either_library([partial(torch.mm, x, weight.t()) for weight in weights])
+
+
+@cache
+def fp8_product_ms(rows: int, n: int, k: int) -> float:
+    """The same from fp8 operands, scaled by row and by column, with fast accumulation. Infinite where it cannot run."""
+    if not CUDA or rows < 16 or torch.cuda.get_device_capability() < (8, 9):
+        return float("inf")
+    x, scale = random_fp8(rows, k)
+    weights = [random_fp8(n, k) for _ in range(distinct(n * k))]
+    scaled = partial(torch._scaled_mm, x, scale_a=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return launch_ms([partial(scaled, weight.t(), scale_b=scales.t()) for weight, scales in weights])
+
+
+@cache
+def head_ms(rows: int, columns: int, hidden: int) -> float:
+    """Bf16 operands to float32 logits. All levels use one head, so it is not made cold."""
+    x, head = random(rows, hidden), random(columns, hidden)
+    if not CUDA:  # which has no such product
+        return launch_ms([lambda: F.linear(x.float(), head.float())])
+    return _by_either_library([partial(torch.mm, x, head.t(), out_dtype=torch.float32)])
+
+
+def _by_either_library(calls: Sequence[Call]) -> float:
+    """The better of cuBLAS and cuBLASLt."""
+    if not CUDA:
+        return launch_ms(calls)
+    before = torch.backends.cuda.preferred_blas_library()
+    times = []
+    for library in ("cublas", "cublaslt"):
+        torch.backends.cuda.preferred_blas_library(library)
+        times.append(launch_ms(calls))
+    torch.backends.cuda.preferred_blas_library(before)
+    return min(times)
+
+
+@cache
+def prefill_attention_ms(requests: int, context: int, Q: int, K: int, D: int) -> float:
+    """Causal attention of whole prompts in one layer: FlashInfer's ragged kernel, or PyTorch's where it is missing."""
+    q, k, v = (random(requests * context, heads, D) for heads in (Q, K, K))
+    if not _has_flashinfer():
+        return launch_ms([_dense(q, k, v, requests, causal=True)])
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    bounds = torch.arange(requests + 1, dtype=torch.int32) * context
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=_kernel())
+    wrapper.plan(bounds, bounds, Q, K, D, causal=True, q_data_type=q.dtype, kv_data_type=q.dtype)
+    return launch_ms([partial(wrapper.run, q, k, v)])
+
+
+@cache
+def context_attention_ms(requests: int, width: int, context: int, Q: int, K: int, D: int) -> float:
+    """`width` rows of each request over its context, in pages, in one layer: the context whole or in four parts."""
+    pages = -(-context // PAGE)
+    q = random(requests * width, Q, D)
+    count = distinct(requests * pages * PAGE * K * D * 4)
+    pools = [tuple(random(requests * pages, PAGE, K, D) for _ in range(2)) for _ in range(count)]
+    if not _has_flashinfer():
+        return launch_ms([_dense(q, k.flatten(0, 1), v.flatten(0, 1), requests, causal=False) for k, v in pools])
+    plans = [_paged(requests, width, context, parts, Q, K, D) for parts in SPLITS if parts <= pages]
+    return min(launch_ms([partial(run, q, pool) for pool in pools]) for run in plans)
+
+
+def _paged(
+    requests: int, width: int, context: int, parts: int, Q: int, K: int, D: int
+) -> Callable[[Tensor, Any], object]:
+    """FlashInfer's paged kernel over each context in so many parts: pseudo-requests with the same queries, merged."""
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper, merge_states
+
+    pages = -(-context // PAGE)
+    order = torch.randperm(requests * pages).int()
+    cuts = [pages * part // parts for part in range(parts + 1)]
+    tables = [
+        order[b * pages + first : b * pages + end] for first, end in itertools.pairwise(cuts) for b in range(requests)
+    ]
+    last = [PAGE] * (parts - 1) + [context - (pages - 1) * PAGE]
+    batch = requests * parts
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=_kernel())
+    wrapper.plan(
+        torch.arange(batch + 1, dtype=torch.int32) * width,
+        torch.tensor([0, *itertools.accumulate(map(len, tables))], dtype=torch.int32),
+        torch.cat(tables).to(DEVICE),
+        torch.tensor([size for size in last for _ in range(requests)], dtype=torch.int32),
+        Q, K, D, PAGE, causal=False, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+
+    def run(q: Tensor, pool: Any) -> object:
+        out, lse = wrapper.run(q if parts == 1 else q.repeat(parts, 1, 1), pool, return_lse=True)
+        if parts == 1:
+            return out
+        states = [x.unflatten(0, (parts, -1)).transpose(0, 1).contiguous() for x in (out, lse)]
+        return merge_states(*states)
+
+    return run
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, requests: int, *, causal: bool) -> Call:
+    """PyTorch's attention of requests of equal lengths."""
+    q, k, v = (x.unflatten(0, (requests, -1)).transpose(1, 2) for x in (q, k, v))
+    return partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def _has_flashinfer() -> bool:
+    return CUDA and importlib.util.find_spec("flashinfer") is not None
+
+
+def _kernel() -> str:
+    return "fa3" if torch.cuda.get_device_capability()[0] == 9 else "fa2"
+
+
+@cache
+def _workspace() -> Tensor:
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE)

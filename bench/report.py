@@ -1,0 +1,52 @@
+"""How the benchmarks write down what they measured: a table for people, JSON for compare.py. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+
+def header(arguments: argparse.Namespace) -> dict[str, Any]:
+    """When, where and with what options a report was made."""
+    given = {name: str(value) for name, value in vars(arguments).items() if name != "save"}
+    return {"date": date.today().isoformat(), "machine": machine(), "arguments": given}
+
+
+def machine() -> str:
+    """The device, where the benchmark itself uses one, and what runs on it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return f"client on {platform.machine()}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{device}, torch {torch.__version__}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A markdown table, its columns padded to one width. Floats keep about four digits; None is shown as `-`."""
+    cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4g}"
+
+
+def save(path: Path | None, report: dict[str, Any], markdown: str) -> None:
+    """Write the report as JSON, and its tables beside it, under the same name with the ending .md."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    path.with_suffix(".md").write_text(markdown.rstrip() + "\n")

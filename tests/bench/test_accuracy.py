@@ -1,0 +1,83 @@
+"""The judges of accuracy.py against independent ones, and it and peers.py from end to end on a tiny model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import compare
+import numpy as np
+import peers
+import pytest
+import torch
+from judges import HuggingFace, Rules
+
+from tests import hf, oracle, tiny
+from tests.http.service import running_service
+
+
+def sids_of(items: int) -> np.ndarray:
+    """Token ids of random items; level l owns 16 tokens from 11 + 16 l on, as in tiny's vocabulary."""
+    rng = np.random.default_rng(0)
+    return rng.integers(0, tiny.CODES, (items, tiny.LEVELS)) + 11 + np.arange(tiny.LEVELS) * tiny.CODES
+
+
+@pytest.mark.parametrize("items", [None, 40])
+def test_the_judge_searches_and_scores_as_the_oracle(items: int | None, checkpoint: Path) -> None:
+    prompt, width = [3, 20, 30, 45], 12
+    sids = None if items is None else sids_of(items)
+    vocab = range(hf.load(checkpoint).config.vocab_size)
+
+    def logprobs(prefix: oracle.Prefix) -> list[float]:
+        book = None if sids is None else np.unique(sids[:, len(prefix)]).tolist()
+        return hf.normalised(hf.logits(checkpoint, (*prompt, *prefix)), book)
+
+    legal = None if sids is None else set(map(tuple, sids.tolist()))
+    expected = oracle.beam_search(logprobs, vocab, (width,) * 3, width, items=legal)
+    judge, rules = HuggingFace(checkpoint, torch.float64, torch.device("cpu")), Rules(sids)
+    found = judge.beams(prompt, width, 3, rules)
+    assert found == [one.tokens for one in expected.found]
+    assert judge.scores(prompt, found, rules) == pytest.approx([one.score for one in expected.found], abs=1e-5)
+
+
+def accuracy_report(arguments: list[str], scratch: Path) -> dict[str, Any]:
+    chosen = accuracy.options().parse_args(arguments)
+    return accuracy.run(chosen, accuracy.Task(chosen, scratch))
+
+
+def test_the_engine_is_accurate_on_a_random_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    made = accuracy_report([str(checkpoint), "--cases", "12x2x8x2"], tmp_path)
+    found = made["cases"]["12x2x8x2"]
+    assert set(found) == {"alone", "float32", "Hugging Face", "Hugging Face to float32", "scores"}
+    for name in found.keys() - {"scores"}:
+        assert found[name] == {"prompts": 2, "top1": 1.0, "overlap": 1.0, "overlap_min": 1.0, "exact_sets": 1.0}
+    assert found["scores"]["sequences"] == 16 and found["scores"]["max"] < 1e-4
+    assert {row.verdict for row in compare.compare(made, made)} == {"ok"}
+    assert "| 12x2x8x2 " in accuracy.markdown(made)
+
+
+def test_the_engine_is_accurate_on_a_table_of_sids(tmp_path: Path) -> None:
+    folder = tiny.save_checkpoint(tmp_path / "checkpoint", scale=0.3)
+    codes = sids_of(30) - 11 - np.arange(tiny.LEVELS) * tiny.CODES
+    lines = ["item_id,a,b,c", *(",".join(map(str, [item, *sid])) for item, sid in enumerate(codes.tolist()))]
+    (tmp_path / "sids.csv").write_text("\n".join(lines) + "\n")
+    found = accuracy_report([str(folder), "--cases", "12x2x8"], tmp_path)["cases"]["12x2x8"]
+    assert all(values["overlap"] == 1.0 for name, values in found.items() if name != "scores")
+    assert found["scores"]["max"] < 1e-4
+
+
+def test_two_servers_are_asked_in_their_own_dialects(checkpoint: Path) -> None:
+    with running_service(checkpoint, None) as service:
+        chosen = argparse.Namespace(
+            urls=[service.url, f"{service.url}/"], dialects=["sglang", "n"], requests=3, context=10, vocab=50,
+            prompts=None, width=4, tokens=2, concurrency=2, warm_up=1, timeout_s=30.0,
+        )  # fmt: skip
+        made = asyncio.run(peers.run(chosen))
+        refused = asyncio.run(peers.ask_all(service.url, [[1, 2]], {"unknown": 1}, 1, 30.0))
+    assert [(server["answered"], server["errors"]) for server in made["servers"]] == [(3, 0), (3, 0)]
+    assert made["agreement"] == {"prompts": 3, "top1": 1.0, "overlap": 1.0, "overlap_min": 1.0, "exact_sets": 1.0}
+    assert refused[0][0].error is not None and refused[0][0].error.startswith("400")
+    assert "| p99_ms" in peers.markdown(made)

@@ -1,0 +1,193 @@
+"""The benchmarks' own arithmetic: verdicts, tables, floors and phases."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import breakdown
+import compare
+import floor
+import matrix
+import offline
+import peers
+import pytest
+import report
+
+TINY = floor.Shape(hidden=32, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=64)
+
+
+def timed(**cases: float) -> dict[str, Any]:
+    return {"cases": {name: {"total_ms": ms, "floor": {"total_ms": 1.0}} for name, ms in cases.items()}}
+
+
+def accurate(top1: float, overlap: float, p99: float) -> dict[str, Any]:
+    return {"cases": {"a": {"float32": {"top1": top1, "overlap": overlap}, "scores": {"p99": p99, "max": 9.0}}}}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdicts", "status"),
+    [
+        (timed(a=100.0), timed(a=102.9), ["ok"], 0),
+        (timed(a=100.0), timed(a=103.1), ["slower"], 1),
+        (timed(a=100.0), timed(a=50.0), ["ok"], 0),
+        (timed(a=100.0), timed(a=100.0, b=1.0), ["ok", "new"], 0),
+        (timed(a=100.0, b=1.0), timed(a=100.0), ["ok", "missing"], 1),
+        (timed(a=100.0), {"cases": {"a": {"error": "out of memory"}}}, ["missing"], 1),
+        ({"cases": {"a": {"error": "out of memory"}}}, {"cases": {"a": {"error": "out of memory"}}}, ["missing"], 1),
+        (timed(), timed(), [], 1),
+        (accurate(1.0, 0.9, 0.01), accurate(1.0, 0.9, 0.01), ["ok"] * 3, 0),
+        (accurate(1.0, 0.9, 0.01), accurate(1.0, 0.91, 0.014), ["ok"] * 3, 0),
+        (accurate(1.0, 0.9, 0.01), accurate(0.99, 0.9, 0.01), ["less accurate", "ok", "ok"], 1),
+        (accurate(1.0, 0.9, 0.01), accurate(1.0, 0.8999, 0.01), ["ok", "less accurate", "ok"], 1),
+        (accurate(1.0, 0.9, 0.01), accurate(1.0, 0.9, 0.016), ["ok", "ok", "less accurate"], 1),
+    ],
+)  # fmt: skip
+def test_compare_fails_on_what_became_worse(
+    old: dict[str, Any], new: dict[str, Any], verdicts: list[str], status: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert [row.verdict for row in compare.compare(old, new)] == verdicts
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, one in zip(files, (old, new), strict=True):
+        path.write_text(json.dumps(one))
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, files)])
+    assert compare.main() == status
+    assert all(verdict in capsys.readouterr().out for verdict in verdicts[:1])
+
+
+def test_overlap_counts_common_sequences_of_the_longer_list() -> None:
+    a, b, c = (1, 2), (1, 3), (2, 2)
+    assert peers.overlap([a, b], [b, a]) == 1.0
+    assert peers.overlap([a, b], [a, c]) == 0.5
+    assert peers.overlap([a], [a, b, c, (5, 5)]) == 0.25
+    assert peers.overlap([a], []) == 0.0
+    assert peers.overlap([], []) == 1.0
+
+
+def test_agreement_leaves_out_what_failed() -> None:
+    good, other = peers.Answer(1.0, [(1,), (2,)], []), peers.Answer(1.0, [(2,), (3,)], [])
+    failed = peers.Answer(1.0, [], [], "503")
+    alike = peers.agreement([good, good, failed], [good, other, good])
+    assert alike == {"prompts": 2, "top1": 0.5, "overlap": 0.75, "overlap_min": 0.5, "exact_sets": 0.5}
+    assert peers.agreement([failed], [good]) is None
+
+
+def offline_report(shape: str | None, catalog: str, quantization: str, width: str = "256") -> dict[str, Any]:
+    names = ("total_ms", "p90_ms", "prefill_ms", "prefill_p90_ms", "levels_ms", "levels_p90_ms")
+    found = dict(zip(names, (130.0, 131.0, 110.0, 111.0, 20.0, 21.0), strict=True))
+    given = {"checkpoint": "build/x", "catalog": catalog, "quantization": quantization, "width": width}
+    return {
+        "machine": "a GPU", "date": "2026-01-01", "shape": shape, "dtype": "bfloat16", "fallbacks": 0,
+        "arguments": given | {"tokens": "3", "repeats": "11"},
+        "cases": {
+            "5000x4": found | {"floor": {"total_ms": 104.0}, "over_floor": 1.25, "fallbacks": 0,
+                               "peak_memory_bytes": 3 << 30},
+            "1000x1x5000x3": {"error": "out of memory"},
+        },
+    }  # fmt: skip
+
+
+def rows_of(markdown: str) -> dict[str, dict[str, str]]:
+    """Cells of the first table by case and column; of two columns of one name, the last."""
+    lines = [*itertools.takewhile(bool, markdown[markdown.index("\n| ") + 1 :].splitlines())]
+    del lines[1]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:]}
+
+
+def test_offline_table_has_aims_and_peers_where_they_compare() -> None:
+    rows = rows_of(matrix.markdown(offline_report("qwen3-1.7b", "None", "None")))
+    row = rows["5000x4"]
+    assert (row["total"], row["prefill"], row["levels"], row["floor"]) == ("130.0", "110.0", "20.00", "104.0")
+    assert (row["total / floor"], row["fallbacks"], row["peak GiB"]) == ("1.25", "0", "3.00")
+    assert (row["aim (limit)"], row["SID-GR, H200"], row["SID-GR, H100"]) == ("122 (131)", "169.3", "154.2")
+    assert rows["1000x1x5000x3"]["total"] == "out of memory"
+    row = rows_of(matrix.markdown(offline_report("qwen3-1.7b", "items.parquet", "fp8")))["5000x4"]
+    assert (row["aim (limit)"], row["SID-GR, H200"]) == ("88 (96)", "169.3")
+    row = rows_of(matrix.markdown(offline_report("qwen3-1.7b", "items.parquet", "None")))["5000x4"]
+    assert "aim (limit)" not in row
+    row = rows_of(matrix.markdown(offline_report("qwen3-0.6b", "None", "None")))["1000x1x5000x3"]
+    assert row["SGLang, H200"] == "158"
+    for report_ in (offline_report(None, "None", "None"), offline_report("qwen3-1.7b", "None", "None", width="64")):
+        assert not {"aim (limit)", "SID-GR, H200"} & rows_of(matrix.markdown(report_))["5000x4"].keys()
+
+
+def test_offline_measures_a_matrix_and_writes_both_files(checkpoint: Path, tmp_path: Path) -> None:
+    chosen = offline.options("").parse_args(
+        [str(checkpoint), "--cases", "20x1", "16x2x8x2", "--width", "4", "--repeats", "2"]
+    )
+    chosen.floor = True
+    made = offline.run(chosen)
+    report.save(tmp_path / "made.json", made, matrix.markdown(made))
+    read = json.loads((tmp_path / "made.json").read_text())
+    assert [case["returned"] for case in read["cases"].values()] == [4, 8]
+    assert all(case["fallbacks"] == 0 and case["total_ms"] > 0 for case in read["cases"].values())
+    assert all(case["floor"]["total_ms"] > 0 for case in read["cases"].values())
+    assert set(rows_of((tmp_path / "made.md").read_text())) == {"20x1", "16x2x8x2"}
+
+
+def test_a_case_takes_what_it_does_not_say_from_the_options() -> None:
+    assert floor.Case.parse("5000x4") == (5000, 4, 256, 3)
+    assert floor.Case.parse("5000x4", 32, 5) == (5000, 4, 32, 5)
+    assert floor.Case.parse("1000x1x5000", 32, 5) == (1000, 1, 5000, 5)
+    assert floor.Case.parse("1000x1x5000x16", 32, 5) == (1000, 1, 5000, 16)
+
+
+def test_a_floor_is_the_sum_of_its_parts() -> None:
+    found = floor.floor(floor.Case(context=16, requests=2, width=4, tokens=3), TINY, codes=8)
+    parts = found["parts"]
+    assert found["total_ms"] == pytest.approx(sum(part["ms"] * part["times"] for part in parts))
+    assert found["prefill_ms"] + found["levels_ms"] == pytest.approx(found["total_ms"])
+    assert len(found["level_ms"]) == 2
+    assert {part["phase"] for part in parts} == {"prefill", "level 1", "level 2"}
+    assert {part["times"] for part in parts if part["name"] == "gate_up"} == {TINY.layers - 1, TINY.layers}
+
+
+def test_bytes_between_products_are_those_of_a_fused_layer() -> None:
+    _, nbytes = floor._layer(10, TINY, fp8=False)
+    elements = 2 * (32 + 32 + 32)  # twice: residual read, residual written, norm written
+    elements += (64 + 32 + 32) + 64 + 32 + 32  # q, k, v read; q, k, v written
+    elements += 48 + 48 + 48  # gate and up read, their product written
+    assert nbytes == 10 * elements * 2
+
+
+def event(name: str, cat: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:
+    args = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "tid": 1, "args": args}
+
+
+def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
+    """The host is ahead: it has launched the levels, as one graph, while prefill still runs."""
+    trace = [
+        *(event(breakdown.MARK, "user_annotation", ts, 1) for ts in (0, 20, 40)),
+        event("cudaLaunchKernel", "cuda_runtime", 5, 1, 1),
+        event("cudaGraphLaunch", "cuda_runtime", 25, 1, 2),
+        event("cudaMemcpyAsync", "cuda_runtime", 45, 1, 3),
+        event("nvjet_tst_128x256", "kernel", 1000, 500, 1),
+        event("flashinfer::PrefillWithKVCacheKernel<cutlass>", "kernel", 1500, 100, 1),
+        event("nvjet_tst_64x64", "kernel", 1700, 100, 2),
+        event("triton_poi_fused_mul_silu", "kernel", 1750, 150, 2),
+        event("void at::native::bitonicSort", "kernel", 2000, 50, 2),
+        event("Memcpy DtoH", "gpu_memcpy", 2050, 10, 3),
+        event("mystery", "kernel", 2060, 40, 3),
+    ]
+    phases = breakdown.split(breakdown.kernels_of({"traceEvents": trace}))
+    used = {phase: {kind: ms for kind, ms in kinds.items() if ms} for phase, kinds in phases.items()}
+    assert used == {
+        "prefill": {"GEMM": 0.5, "attention": 0.1, "span": 0.6},
+        "levels": {"GEMM": 0.1, "pointwise": 0.15, "selection": 0.05, "gaps": 0.2, "span": pytest.approx(0.45)},
+        "collect": {"copies": 0.01, "other": 0.04, "span": pytest.approx(0.05)},
+    }
+
+
+def test_a_wave_is_broken_down(checkpoint: Path) -> None:
+    chosen = offline.options("").parse_args([str(checkpoint), "--cases", "16x2x8"])
+    bench = offline.prepare(chosen)
+    found = breakdown.breakdown(bench.runtime, bench.waves["16x2x8"][1], 1)
+    assert set(found["phases"]) == {"prefill", "levels", "collect"}
+    assert found["phases"]["levels"]["GEMM"] > 0
+    assert "| levels" in breakdown.markdown({"16x2x8": found})
