@@ -43,9 +43,9 @@ clean:
 .PHONY: nightly
 NIGHTLY := build/nightly
 ITEMS := build/items.parquet
-OFFLINE = $(PYTHON) bench/offline.py --compile --matrix --floor
-ACCURACY = $(PYTHON) bench/accuracy.py --compile
-BREAKDOWN = $(PYTHON) bench/breakdown.py build/qwen3-1.7b --compile --cases 1000x1 5000x1 5000x4
+OFFLINE = $(PYTHON) bench/offline.py --matrix --floor
+ACCURACY = $(PYTHON) bench/accuracy.py
+BREAKDOWN = $(PYTHON) bench/breakdown.py build/qwen3-1.7b --cases 1000x1 5000x1 5000x4
 NEEDS_CUDA = import importlib.util as u, sys; \
   sys.exit(None if u.find_spec("torch") and __import__("torch").cuda.is_available() else \
   "make nightly needs a CUDA device and a PyTorch that sees it; there is none for " + sys.executable)

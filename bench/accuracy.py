@@ -1,6 +1,6 @@
 """Does the engine return what it should? Agreement with float32, with Hugging Face and with other servers, and scores.
 
-    python bench/accuracy.py CHECKPOINT --cases 200x8x64 [--compile] [--quantization fp8] [--save FILE.json]
+    python bench/accuracy.py CHECKPOINT --cases 200x8x64 [--enforce-eager] [--quantization fp8] [--save FILE.json]
     python bench/accuracy.py examples/movielens/checkpoint --cases 97x32x64
 
 A case is CONTEXTxPROMPTS[xWIDTH[xTOKENS]]. The engine, as the options say, is compared with itself asked one prompt at
@@ -167,7 +167,7 @@ def run(arguments: argparse.Namespace, task: Task) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     automatic = load_model_config(task.folder).dtype if device.type == "cuda" else "float32"
     dtype = automatic if arguments.dtype == "auto" else arguments.dtype
-    plain = {"dtype": dtype, "attention_backend": arguments.attention_backend, "enforce_eager": not arguments.compile}
+    plain = {"dtype": dtype, "attention_backend": arguments.attention_backend, "enforce_eager": arguments.enforce_eager}
     settings = plain if arguments.quantization is None else plain | {"quantization": arguments.quantization}
     ours = searched(task, settings)
     others = {"alone": searched(task, settings, alone=True), "float32": searched(task, REFERENCE)}
@@ -207,7 +207,7 @@ def markdown(report: dict[str, Any]) -> str:
             else:
                 rows.append((name, other, *((values or {}).get(column) for column in columns)))
     return "\n".join([
-        f"{given['checkpoint']}, {report['dtype']}, quantization {given['quantization']}, compiled: {given['compile']}",
+        f"{given['checkpoint']}, {report['dtype']}, quantization {given['quantization']}, eager: {given['enforce_eager']}",
         f"{report['machine']}, {report['date']}", "", table(["case", "compared with", *columns], rows), "",
         table(["case", "sequences", "score error, 99th percentile", "largest"], scores),
     ])  # fmt: skip
@@ -221,7 +221,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--sids", type=Path, help="table of SID codes that the checkpoint's tokenizer knows")
     parser.add_argument("--catalog", type=Path, help="parquet file with token ids in the column sid")
-    parser.add_argument("--compile", action="store_true", help="compiled functions and graphs (GPU only)")
+    parser.add_argument("--enforce-eager", action="store_true", help="neither compiled functions nor graphs")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", help="as in `widebeam serve`, such as fp8")

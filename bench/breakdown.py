@@ -1,6 +1,6 @@
 """Where the time of a wave goes: milliseconds by kind of kernel and by phase, and how long the device stood idle.
 
-    python bench/breakdown.py CHECKPOINT --cases 5000x4 [--catalog FILE] [--compile] [--save FILE.json]
+    python bench/breakdown.py CHECKPOINT --cases 5000x4 [--catalog FILE] [--enforce-eager] [--save FILE.json]
 
 Takes the options of offline.py, runs the same waves under the PyTorch profiler after warming up, and shows the wave of
 median length. A kernel belongs to the phase in which the host launched it (a whole graph to the phase of its launch):

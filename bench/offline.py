@@ -1,7 +1,7 @@
 """Whole searches without a server: milliseconds of prefill and levels for a matrix of cases, on one device.
 
-    python bench/offline.py CHECKPOINT --cases 1000x1 5000x4 5000x4x512 [--catalog FILE] [--compile] [--save FILE.json]
-    python bench/offline.py CHECKPOINT --matrix --floor --compile [--quantization fp8] --save FILE.json
+    python bench/offline.py CHECKPOINT --cases 1000x1 5000x4 5000x4x512 [--catalog FILE] [--save FILE.json]
+    python bench/offline.py CHECKPOINT --matrix --floor [--quantization fp8] --save FILE.json
 
 A case is CONTEXTxREQUESTS[xWIDTH[xTOKENS]]: prompts of that length, prefilled together and searched as one wave, token
 ids from a fixed seed. Without a catalog every token is legal and scores are normalised over the vocabulary; with one,
@@ -108,7 +108,8 @@ def make_runtime(
         model=str(folder),
         dtype=arguments.dtype,
         attention_backend=arguments.attention_backend,
-        enforce_eager=not arguments.compile,
+        enforce_eager=arguments.enforce_eager,
+        warmup="none",  # each case warms up its own shapes
         max_context_len=longest,
         max_beam_width=max(64, *(case.width for case in cases)),
         max_levels=max(16, *(case.tokens for case in cases)),
@@ -197,7 +198,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--catalog", type=Path)
-    parser.add_argument("--compile", action="store_true", help="compiled functions and graphs (GPU only)")
+    parser.add_argument("--enforce-eager", action="store_true", help="neither compiled functions nor graphs")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", help="as in `widebeam serve`, such as fp8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,28 @@ def test_check_names_what_is_missing() -> None:
     done = widebeam("check")
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} >= {"python", "torch", "cpu", "flashinfer", "triton"}
+    assert "cpu fp8" in done.stdout
+    assert widebeam("check", "--nothing").returncode == 2
+
+
+def test_check_tells_what_a_model_can_run_in(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from widebeam.check import check
+    from widebeam.model import fp8
+
+    capabilities = {0: (9, 0), 1: (8, 0), 2: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    monkeypatch.setattr(fp8, "_trial", lambda product, device: None)
+    rows = dict(re.split(r"  +", line, maxsplit=1) for line in check(str(checkpoint)).splitlines())
+    assert str(checkpoint) in rows["model"]
+    assert all(rows[f"cpu {name}"].startswith("yes") for name in ("bfloat16", "float16", "float32", "fp8"))
+    assert rows["cuda:0 bfloat16"].startswith("yes, but attention in plain PyTorch")  # its heads are too small
+    assert rows["cuda:0 fp8"].startswith("yes, with bfloat16")
+    assert rows["cuda:1 fp8"].startswith("no: ") and "sm_80" in rows["cuda:1 fp8"]
+    assert rows["cuda:2 bfloat16"].startswith("no: ") and rows["cuda:2 float16"].startswith("yes")
 
 
 def test_help_and_version() -> None:

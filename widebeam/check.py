@@ -6,11 +6,27 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
+from typing import TYPE_CHECKING
+
+from widebeam.model.config import ModelConfig, RopeConfig, load_model_config
+
+if TYPE_CHECKING:
+    import torch
+
+QWEN3_1_7B = ModelConfig(
+    model_type="qwen3", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=28, num_heads=16,
+    num_kv_heads=8, head_dim=128, max_position_embeddings=40_960, rms_norm_eps=1e-6, tied_head=True, qkv_bias=False,
+    o_bias=False, qk_norm=True, rope=RopeConfig(theta=1e6), dtype="bfloat16", eos_token_ids=(),
+)  # fmt: skip
+"""Stands for the model if none is named: what runs depends on few of its sizes."""
 
 
-def check() -> str:
-    """A line for each thing that a fast engine needs: what is there, or what is missing and what that costs."""
-    rows = [("python", platform.python_version()), *_torch(), *_flashinfer(), *_compiler()]
+def check(model: str | None = None) -> str:
+    """A line for each thing that a fast engine needs: what is there, or what is missing and what that costs.
+
+    Then a line for each device and type that this model, or one like most, can run in. Raises CheckpointError.
+    """
+    rows = [("python", platform.python_version()), *_torch(), *_flashinfer(), *_compiler(), *_runs(model)]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
@@ -18,7 +34,7 @@ def check() -> str:
 def _torch() -> list[tuple[str, str]]:
     import torch
 
-    rows = [("torch", torch.__version__), ("cpu", f"yes, {torch.get_num_threads()} threads, float32 and bfloat16")]
+    rows = [("torch", torch.__version__), ("cpu", f"yes, {torch.get_num_threads()} threads")]
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = (
@@ -27,9 +43,8 @@ def _torch() -> list[tuple[str, str]]:
         return [*rows, ("cuda", f"no: {why}; searches run on the CPU")]
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        dtypes = "bfloat16, float16, float32" if device.major >= 8 else "float16, float32 (bfloat16 needs Ampere)"
         memory = device.total_memory / 2**30
-        rows.append((f"cuda:{index}", f"{device.name}, sm_{device.major}{device.minor}, {memory:.0f} GiB, {dtypes}"))
+        rows.append((f"cuda:{index}", f"{device.name}, sm_{device.major}{device.minor}, {memory:.0f} GiB"))
     return rows
 
 
@@ -59,3 +74,49 @@ def _compiler() -> list[tuple[str, str]]:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("c++", compiler or "no: torch.compile cannot build for the CPU; the engine does not need it"))
     return rows
+
+
+def _runs(model: str | None) -> list[tuple[str, str]]:
+    """The table of device x type: whether the model runs there, and with which attention."""
+    import torch
+
+    from widebeam.model.weights import resolve_checkpoint
+
+    config = QWEN3_1_7B if model is None else load_model_config(resolve_checkpoint(model, files=("*.json",)))
+    stored = "fp8" if config.quantization == "fp8" else config.dtype
+    rows = [] if model is None else [("model", f"{model}: {config.model_type}, {stored}")]
+    for name in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        device = torch.device(name)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            rows.append((f"{name} {str(dtype).removeprefix('torch.')}", _plain(config, dtype, device)))
+        rows.append((f"{name} fp8", _fp8(config, device)))
+    return rows
+
+
+def _plain(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Whether the checkpoint as it is runs with this type of weights and KV."""
+    import torch
+
+    from widebeam.model import flashinfer, fp8
+
+    if config.quantization == "fp8" and (reason := fp8.why_not(config, dtype, device)):
+        return f"no: {reason}"
+    if device.type == "cpu":
+        return "yes"
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        return "no: bfloat16 needs Ampere (sm_80) or later"
+    if reason := flashinfer.why_not(config, dtype, device):
+        return f"yes, but attention in plain PyTorch, which is slow: {reason}"
+    return "yes, attention by FlashInfer"
+
+
+def _fp8(config: ModelConfig, device: torch.device) -> str:
+    """Whether the projections can be float8."""
+    import torch
+
+    from widebeam.model import fp8
+
+    if device.type == "cpu":
+        return "yes, with each of these, but slowly: float8 is widened for every product"
+    reason = fp8.why_not(config, torch.bfloat16, device)
+    return f"no: {reason}" if reason else "yes, with bfloat16 (--quantization fp8)"

@@ -13,7 +13,7 @@ USAGE = """usage: widebeam COMMAND ...
   serve MODEL [flags]                      serve a checkpoint over HTTP
   generate MODEL [flags]                   answer one request and print it as JSON
   catalog inspect|validate FILE [flags]    what a catalog file holds, or what is wrong with it
-  check                                    what this machine can run, and why not more
+  check [MODEL]                            what this machine can run, and why not more
 
 `widebeam COMMAND --help` lists the flags. Every setting can also come from a TOML file (--config FILE) or from the
 environment (WIDEBEAM_MAX_BEAM_WIDTH=256); flags win over the environment, which wins over the file.
@@ -116,8 +116,9 @@ def _vocabulary(model: str | None) -> tuple[Callable[[str], int | None] | None, 
 def _check(arguments: list[str]) -> int:
     from widebeam.check import check
 
-    if arguments:
-        print("usage: widebeam check", file=sys.stderr)
-        return 2
-    print(check())
+    if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
+        asked = bool({"-h", "--help"}.intersection(arguments))
+        print("usage: widebeam check [MODEL]", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    print(check(*arguments))
     return 0

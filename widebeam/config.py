@@ -29,11 +29,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """cpu, cuda, cuda:N, or auto: cuda where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV. auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    quantization: Literal["auto", "none", "fp8"] = "auto"
+    """Type of the layers' projections. auto: as the checkpoint has them. fp8: float8 weights, quantised at load with a
+    scale for each output, and rows quantised per token (W8A8). none: refuse a quantised checkpoint."""
     attention_backend: str = "auto"
     """torch, flashinfer, or auto: FlashInfer where it can run this model, else torch."""
-    enforce_eager: bool = True
-    """Run GPU functions uncompiled. Compiled ones are faster, but a wave of a new shape compiles for half a minute when
-    it first comes, which no warm-up avoids yet. A CPU is always eager."""
+    enforce_eager: bool = False
+    """Run GPU functions uncompiled and without graphs: slower, but ready sooner. A CPU is always eager."""
+    warmup: Literal["none", "fast", "full"] = "fast"
+    """What a GPU compiles and captures before the first request. fast: the common shapes, products by cuBLAS. full:
+    products autotuned for each shape, which takes long. none: every shape when it first comes."""
     max_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = MAX_BEAM_WIDTH
     """Widest beam that a request may ask for."""
     default_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = 64

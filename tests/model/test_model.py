@@ -16,6 +16,7 @@ from widebeam.errors import CheckpointError
 from widebeam.model.attention import Plans, prefill_attention
 from widebeam.model.config import load_model_config
 from widebeam.model.layers import float32_linear
+from widebeam.model.ops import quantize_rows
 from widebeam.model.qwen3 import Attention, Pools
 from widebeam.model.reference import TorchBackend
 from widebeam.model.tokenizer import Tokenizer
@@ -38,10 +39,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def prefill_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
+def prefill_logits(folder: Path, prompts: list[list[int]], *, fp8: bool = False) -> torch.Tensor:
     """Logits at every position of packed prompts."""
     config = load_model_config(folder)
-    model = load_model(folder, config, torch.float32, CPU)
+    model = load_model(folder, config, torch.float32, CPU, fp8=fp8)
     plan, handle = Plans(TorchBackend(config, 8, 8, torch.float32, CPU)).prefill(4, None)
     plan.plan([len(prompt) for prompt in prompts], sum(map(len, prompts)))
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
@@ -53,7 +54,8 @@ def prefill_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
 
         def attend(attention: Attention, qkv: Tensor, pools: Pools = pools) -> tuple[Tensor, Tensor]:
             q, k = attention.place(qkv, rotation, pools, slots, len(tokens))
-            return prefill_attention(q, k, attention.values(qkv), handle)[0].flatten(1), q.new_empty(0)
+            rows = prefill_attention(q, k, attention.values(qkv), handle)[0].flatten(1)
+            return quantize_rows(rows) if attention.o_proj.quantized else (rows, rows.new_empty(0))
 
         stream = layer(stream, attend)
     hidden = model.hidden(stream)

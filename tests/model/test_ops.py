@@ -281,5 +281,5 @@ def test_merge_beams_on_cuda(
     torch.manual_seed(8)
     args = merge_args(R, Q, K, D, dtype, quantize, P=P, J=J, seen=seen)
     if seen == 0:  # a row needs something
-        args[2][0], args[1][0] = 1.0, 0.5
+        args[2][:R], args[1][:R] = 1.0, 0.5
     close_rows(merge_beams(*to("cuda", args)), merge_beams(*args), max(2 * ROUNDINGS[dtype], 5e-6))

@@ -8,6 +8,7 @@ already, and take longer than launching them. Nothing here changes what a search
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,23 @@ def compiled_programs(compiler: Callable[[Callable[..., None]], Callable[..., No
 
 def graphed(function: Callable[..., None]) -> Callable[..., None]:
     return torch.compile(function, mode="reduce-overhead", fullgraph=True, dynamic=True)
+
+
+class Made(NamedTuple):
+    """What this process has made so far."""
+
+    compiled: int
+    captured: int
+    skipped: int
+    """Graphs that could not be captured."""
+
+
+def made_so_far(device: torch.device) -> Made:
+    """Counts of graphs; they stand still once every shape in use is known."""
+    counters = torch._dynamo.utils.counters
+    manager = torch._inductor.cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
+    captured = sum(len(nodes) for nodes in manager.roots.values()) if manager is not None else 0
+    return Made(counters["stats"]["unique_graphs"], captured, counters["inductor"]["cudagraph_skips"])
 
 
 def short_body(core: Core, prompts: PackedPrompts, plan: int) -> None:

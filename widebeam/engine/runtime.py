@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
+from tqdm import tqdm
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
-from widebeam.engine.compile import EAGER, PADDED_TOKENS, compiled_programs, keep_in_place, keep_trie_in_place
+from widebeam.engine import warmup
+from widebeam.engine.compile import (
+    EAGER,
+    PADDED_TOKENS,
+    Made,
+    compiled_programs,
+    keep_in_place,
+    keep_trie_in_place,
+    made_so_far,
+)
 from widebeam.engine.core import Core
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes
 from widebeam.engine.request import SearchResult, Timing
@@ -24,13 +33,14 @@ from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import WaveResult, run_wave
 from widebeam.engine.shapes import request_rung
 from widebeam.engine.state import BeamState
-from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
+from widebeam.engine.wave import Search, Wave
 from widebeam.errors import ConfigError, DeadlineExceeded, EngineDead, RequestError
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.model.attention import BACKENDS, BackendFactory, Plans
 from widebeam.model.config import ModelConfig
 from widebeam.model.flashinfer import why_not
+from widebeam.model.fp8 import wants_fp8
 from widebeam.model.weights import load_model
 
 log = logging.getLogger(__name__)
@@ -74,7 +84,9 @@ class Runtime:
             torch.cuda.set_device(self.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
         self.fallbacks = 0
-        """Slower ways taken than this device has, each logged once."""
+        """Slower ways taken than this device has, each kind logged once."""
+        self._made: Made | None = None
+        self._told = False
         self._model_config = model_config
         self._max_context_len = max_context_len
         self._tries: weakref.WeakKeyDictionary[Catalog, DeviceTrie] = weakref.WeakKeyDictionary()
@@ -83,7 +95,8 @@ class Runtime:
                 f"--max-wave-rows {config.max_wave_rows} is less than --max-beam-width {config.max_beam_width}"
             )
         started = time.perf_counter()
-        self._model = load_model(folder, model_config, self.dtype, self.device)
+        fp8 = wants_fp8(config.quantization, model_config, self.dtype, self.device)
+        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
         backend = self._choose_backend()
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
@@ -104,7 +117,12 @@ class Runtime:
         self.core = self._with_pools(sizes)
         if self._compiles:
             keep_in_place(self._state, self.core.context, self.core.beams)
-        log.info("model on %s in %s, ready in %.1f s", self.device, self.dtype, time.perf_counter() - started)
+        log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
+        for stops in (False, True):
+            vocab_size, padded = model_config.vocab_size, self._programs.padded_tokens
+            self._warm_up(
+                warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, padded, stops=stops)
+            )
 
     def _choose_backend(self) -> BackendFactory:
         """The attention backend that was asked for, or the fastest that runs here. Raises ConfigError."""
@@ -148,6 +166,32 @@ class Runtime:
             if self._compiles:
                 keep_trie_in_place(trie)
             self._tries[catalog] = trie
+            limits, widest = self.limits, self.config.max_beam_width
+            self._warm_up(warmup.catalog_waves(limits, widest, self._model_config.vocab_size, catalog))
+
+    def _warm_up(self, waves: Iterable[list[Search]]) -> None:
+        """Run these waves, so that what they need is compiled and captured; from then on, more is a fallback."""
+        if not self._compiles or self.config.warmup == "none":
+            return
+        started, self._made = time.perf_counter(), None
+        count = 0
+        for searches in tqdm(
+            list(waves), desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
+        ):
+            for _ in range(warmup.TIMES):
+                self.run([Job(search, time.monotonic(), None) for search in searches[: self.config.max_wave_requests]])
+            count += 1
+        self._made = made_so_far(self.device)
+        log.info("warm-up: %d waves in %.1f s, %s", count, time.perf_counter() - started, self._made)
+
+    def _note_what_was_made(self) -> None:
+        """Count and log graphs that were compiled or captured although warm-up was over."""
+        if self._made is None or (made := made_so_far(self.device)) == self._made:
+            return
+        self.fallbacks += made.compiled + made.captured + made.skipped - sum(self._made)
+        if not self._told:
+            log.warning("a wave had a shape that warm-up did not meet, which costs time once: %s", made)
+        self._told, self._made = True, made
 
     def run(self, jobs: list[Job], stopping: Callable[[], bool] = lambda: False) -> list[Outcome]:
         """Search one wave: exactly one outcome for each job, with every lease released.
@@ -166,6 +210,7 @@ class Runtime:
             result = run_wave(self.core, wave, trie, wanted)
         finally:
             self._release(self.core, wave)
+        self._note_what_was_made()
         if not result.cut_short:
             return _outcomes(jobs, result, started)
         if stopping():
@@ -205,21 +250,9 @@ class Runtime:
         config, vocab_size = self.config, self._model_config.vocab_size
         core = self._with_pools(sizes)
         rows = min(config.max_wave_rows, sizes.beam_slots)
-        count = min(config.max_wave_requests, -(-rows // min(config.max_beam_width, vocab_size)))
         tokens = min(max(config.max_wave_tokens, self._max_context_len), sizes.context_pages * config.page_size)
-        widths = bound_widths((min(rows // count, vocab_size),) * 2, None, vocab_size)
-        search = Search(
-            request_id="largest",
-            token_ids=np.arange(tokens // count, dtype=np.int32) % vocab_size,
-            widths=widths,
-            num_returned=widths[-1],
-            catalog=None,
-            normalizer="vocab",
-            join=join_factor(None, greedy=False, has_stops=True),
-            stop_token_ids=(0,),
-            length_penalty=1.0,
-        )
-        wave = Wave([replace(search) for _ in range(count)], config.max_wave_rows)
+        searches = warmup.wave(rows, config.max_beam_width, tokens, vocab_size, levels=2, stops=True)
+        wave = Wave(searches[: config.max_wave_requests], config.max_wave_rows)
         try:
             self._acquire(core, wave)
             run_wave(core, wave, None, lambda: True)

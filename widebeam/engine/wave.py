@@ -138,13 +138,13 @@ class Wave:
 
     def _candidates(self, level: int) -> tuple[int, int]:
         """`candidates` and `ranked` of LevelShape."""
-        active = [search for search in self.searches if level < search.levels]
         if self.catalog is None:
-            join = max(search.join for search in active)
+            join = max(search.join for search in self.searches if level < search.levels)
             return join * self.places, join * self.places
-        index = self.catalog.index
-        parents = [1 if level == 0 else search.widths[level - 1] for search in active]
-        candidates = candidate_rung(sum(index.widest(level, width) for width in parents))
+        index, B = self.catalog.index, self.requests
+        # the widest parents' children count most if the rows divide evenly among all requests that a wave can have
+        parents = 1 if level == 0 else -(-self.places // B)
+        candidates = candidate_rung(B * index.widest(level, parents))
         return candidates, candidates if index.mixed_depth else self.places
 
     def arrays(self) -> dict[str, np.ndarray]:

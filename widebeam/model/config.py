@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from widebeam.errors import CheckpointError
+from widebeam.model.quantization import Quantization, declared_quantization, why_unsupported
 
 SUPPORTED = ("qwen3", "qwen2")
 ROPE_KINDS = ("default", "linear", "yarn")
@@ -47,6 +48,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope: RopeConfig
     dtype: str
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization = "none"
+    """How the checkpoint's projections are stored."""
 
     @property
     def longest_context(self) -> int:
@@ -104,6 +107,7 @@ def load_model_config(folder: Path) -> ModelConfig:
             rope=_rope(raw, path),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
             eos_token_ids=tuple(map(int, eos)) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            quantization="fp8" if declared_quantization(raw) else "none",
         )
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(config, name) < 1:
@@ -127,10 +131,8 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
         problem = f"hidden_act {raw['hidden_act']!r} is not supported: only silu"
     elif raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
         problem = "sliding-window attention is not supported"
-    elif raw.get("quantization_config"):
-        quantization = raw["quantization_config"]
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        problem = f"quantised checkpoints are not supported yet (quant_method {method!r}); use the bf16 one"
+    else:
+        problem = why_unsupported(declared_quantization(raw))
     if problem:
         raise CheckpointError(f"{path}: {problem}")
 

@@ -25,14 +25,26 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """`x @ weight.T + bias`, with storage left for the loader to fill.
 
-    A quantised one holds float8_e4m3fn weights [N, H] with a scale for each output, [1, N], and takes quantised rows.
+    A quantised one holds float8_e4m3fn weights [N, H] with a scale for each output, float32 [1, N], and takes quantised
+    rows.
     """
+
+    scale: Tensor | None
 
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size_out, size_in), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size_out), requires_grad=False) if bias else None
-        self.scale: Tensor | None = None
+        self.register_buffer("scale", None)
+        self.out_dtype = torch.bfloat16
+        """What a quantised product gives; a plain one gives what it takes."""
+
+    def hold_float8(self) -> None:
+        """Become quantised, with storage for the loader to fill; outputs keep the dtype that the weights had."""
+        size_out, device = self.weight.shape[0], self.weight.device
+        self.out_dtype = self.weight.dtype
+        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.scale = torch.empty((1, size_out), dtype=torch.float32, device=device)
 
     @property
     def quantized(self) -> bool:
@@ -43,25 +55,27 @@ class Linear(nn.Module):
         return self.outputs(x_TH, scale_T1, 0)
 
     def outputs(self, x_TH: Tensor, scale_T1: Tensor, first: int) -> Tensor:
-        """The outputs from `first` on."""
+        """The outputs from `first` on, a multiple of 16: float8 operands are read 16 bytes at a time."""
         bias = None if self.bias is None else self.bias[first:]
         if self.scale is None:
             return F.linear(x_TH, self.weight[first:], bias)
-        return scaled_linear(x_TH, scale_T1, self.weight[first:], self.scale[:, first:], bias)
+        return scaled_linear(x_TH, scale_T1, self.weight[first:], self.scale[:, first:], bias, self.out_dtype)
 
 
-def scaled_linear(x_TH: Tensor, scale_T1: Tensor, weight_NH: Tensor, scale_1N: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of quantised rows with quantised weights, in bfloat16: [T, N].
+def scaled_linear(
+    x_TH: Tensor, scale_T1: Tensor, weight_NH: Tensor, scale_1N: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The product of quantised rows with quantised weights, [T, N] of `dtype`.
 
-    CUDA multiplies float8 operands and scales the sums; elsewhere the operands are widened, which is exact.
+    CUDA multiplies float8 operands and scales the sums, in bfloat16 only (`fp8.why_not`); elsewhere the operands are
+    widened, which is exact.
     """
     if x_TH.is_cuda:
         return torch._scaled_mm(
-            x_TH, weight_NH.t(), scale_a=scale_T1, scale_b=scale_1N, bias=bias, out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )  # fmt: skip
+            x_TH, weight_NH.t(), scale_a=scale_T1, scale_b=scale_1N, bias=bias, out_dtype=dtype, use_fast_accum=True
+        )
     wide = F.linear(x_TH.float(), weight_NH.float()) * scale_T1 * scale_1N
-    return (wide if bias is None else wide + bias.float()).bfloat16()
+    return (wide if bias is None else wide + bias.float()).to(dtype)
 
 
 def float32_linear(x_TH: Tensor, weight_VH: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """Checkpoint folders: found locally or on the Hugging Face hub, streamed tensor by tensor into the network.
 
-Only safetensors are read: other formats can run code when loaded.
+Only safetensors are read: other formats can run code when loaded. Letters: N outputs of a projection, H inputs.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,11 +19,15 @@ from tqdm import tqdm
 
 from widebeam.errors import CheckpointError
 from widebeam.model.config import ModelConfig, read_json
+from widebeam.model.layers import Linear
+from widebeam.model.ops import FP8, quantize_rows
+from widebeam.model.quantization import why_no_place
 from widebeam.model.qwen3 import Qwen3
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 FUSED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -32,7 +38,7 @@ FUSED = {
 """Checkpoint projections that are one product here, and their place in it."""
 
 
-def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
+def resolve_checkpoint(model: str, revision: str | None = None, files: tuple[str, ...] = HUB_FILES) -> Path:
     """The local folder of a model: itself, or a download from the Hugging Face hub at one resolved commit."""
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -43,31 +49,64 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=[*files]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(f"{model} is neither a folder nor a model that the hub gives: {error}") from None
 
 
-def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Qwen3:
-    """The network with the checkpoint's weights, on the device. Peak host memory is one tensor beyond the model's own.
+class Target(NamedTuple):
+    """Storage that a checkpoint tensor fills: a slice, where projections are fused."""
 
-    Raises CheckpointError if a shard or tensor is missing, has another shape, or has no place in this network.
+    values: Tensor
+    scale: Tensor | None = None
+    """Where the tensor's rows are quantised on the way: room for their scales, [N, 1]."""
+
+    def why_not(self, tensor: Tensor) -> str | None:
+        """What keeps the tensor from going here, or None."""
+        if self.values.shape != tensor.shape:
+            return f"is {list(tensor.shape)}, but config.json makes it {list(self.values.shape)}"
+        taken = (FP8,) if self.values.dtype == FP8 and self.scale is None else WIDE
+        if tensor.dtype not in taken:
+            return f"is {_name(tensor.dtype)}, but config.json makes it {' or '.join(map(_name, taken))}"
+        return None
+
+    def fill(self, tensor: Tensor) -> None:
+        if self.scale is None:
+            self.values.copy_(tensor)
+            return
+        values, scale = quantize_rows(tensor.to(self.values.device))
+        self.values.copy_(values)
+        self.scale.copy_(scale)
+
+
+def load_model(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False
+) -> Qwen3:
+    """The network with the checkpoint's weights, on the device. Peak memory is one tensor beyond the model's own.
+
+    With `fp8` the projections of a wide checkpoint are quantised as they come, each output with a scale of its own; on
+    a CPU that takes a few float32 copies of the one tensor.
+    Raises CheckpointError if a shard or tensor is missing, has another shape or type, or no place in this network.
     """
+    stored = config.quantization == "fp8"
     with torch.device("meta"):
-        model = Qwen3(config)
-    model = model.to(dtype).to_empty(device=device)
+        model = Qwen3(config).to(dtype)
+    for module in model.modules():
+        if isinstance(module, Linear) and (fp8 or stored):
+            module.hold_float8()
+    model = model.to_empty(device=device)
     model.rotary = type(model.rotary)(config.rope, config.head_dim).to(device)
-    targets = _targets(model, config)
+    targets = _targets(model, config, stored)
     missing = set(targets)
     for name, tensor in _stream(folder, config):
         if name not in targets:
-            raise CheckpointError(f"{folder}: tensor {name!r} has no place in a {config.model_type} model")
-        target = targets[name]
-        if target.shape != tensor.shape:
-            raise CheckpointError(
-                f"{folder}: tensor {name!r} is {list(tensor.shape)}, but config.json makes it {list(target.shape)}"
-            )
-        target.copy_(tensor)
+            place = f"has no place in a {config.model_type} model{why_no_place(name)}"
+            raise CheckpointError(f"{folder}: tensor {name!r} {place}")
+        if name.endswith(".weight_scale") and tensor.dim() == 1:
+            tensor = tensor[:, None]
+        if reason := targets[name].why_not(tensor):
+            raise CheckpointError(f"{folder}: tensor {name!r} {reason}")
+        targets[name].fill(tensor)
         missing.discard(name)
     if missing:
         some = ", ".join(sorted(missing)[:3])
@@ -75,23 +114,38 @@ def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype, device: to
     return model.eval()
 
 
-def _targets(model: Qwen3, config: ModelConfig) -> dict[str, Tensor]:
-    """Checkpoint name -> the storage that it fills (a slice, where projections are fused)."""
-    targets: dict[str, Tensor] = {}
+def _targets(model: Qwen3, config: ModelConfig, stored: bool) -> dict[str, Target]:
+    """Checkpoint name -> what it fills. `stored`: scales of quantised weights are tensors of the checkpoint."""
+    targets: dict[str, Target] = {}
+    scales = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         full = name if name == "lm_head" else f"model.{name}"
         full = full if full.endswith((".weight", ".bias")) else f"{full}.weight"
         module, _, kind = full.rpartition(".")
-        parent, _, leaf = module.rpartition(".")
-        pieces = [piece for piece, (fused, _) in FUSED.items() if fused == leaf]
-        if not pieces:
-            targets[full] = parameter.data
-            continue
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        sizes = [q, kv, kv] if leaf == "qkv_proj" else [config.intermediate_size] * 2
-        for piece, part in zip(pieces, parameter.data.split(sizes), strict=True):
-            targets[f"{parent}.{piece}.{kind}"] = part
+        leaf = module.rpartition(".")[2]
+        scale_1N = scales.get(f"{name.removesuffix('.weight')}.scale")
+        for piece, rows in _pieces(leaf, config):
+            full = f"{module.removesuffix(leaf)}{piece}.{kind}"
+            values, scale = parameter.data[rows], None if scale_1N is None else scale_1N.t()[rows]
+            targets[full] = Target(values, None if stored else scale)
+            if stored and scale is not None:
+                targets[f"{full}_scale"] = Target(scale)
     return targets
+
+
+def _pieces(leaf: str, config: ModelConfig) -> list[tuple[str, slice]]:
+    """The checkpoint's names for parts of a module, and the rows of each: one of its own name, unless it is fused."""
+    names = [name for name, (fused, _) in FUSED.items() if fused == leaf]
+    if not names:
+        return [(leaf, slice(None))]
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = [q, kv, kv] if leaf == "qkv_proj" else [config.intermediate_size] * 2
+    ends = itertools.accumulate(sizes)
+    return [(name, slice(end - size, end)) for name, size, end in zip(names, sizes, ends, strict=True)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _stream(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
