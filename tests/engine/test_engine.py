@@ -216,7 +216,7 @@ async def test_a_failing_wave_fails_alone(engine: Engine, fault: str, monkeypatc
     def raising(*_: Any) -> None:
         raise error
 
-    handle = model.layers[1].register_forward_pre_hook(raising)
+    handle = model.layers.register_forward_pre_hook(raising)
     try:
         outcomes = await asyncio.gather(
             *(engine.submit([5, 6, 7], SearchParams(beam_width=4)) for _ in range(3)), return_exceptions=True
@@ -234,7 +234,7 @@ async def test_a_dead_gpu_thread_answers_everybody(checkpoint: Path) -> None:
         def raising(*_: Any) -> None:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-        model.layers[0].register_forward_pre_hook(raising)
+        model.layers.register_forward_pre_hook(raising)
         tasks = [engine.submit([5] * 20, SearchParams(beam_width=4)) for _ in range(20)]
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, EngineDead) for outcome in outcomes)

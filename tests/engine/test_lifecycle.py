@@ -50,7 +50,7 @@ async def test_a_thread_that_dies_in_a_wave_answers_its_jobs(checkpoint: Path, e
         def raising(*_: Any) -> None:
             raise error
 
-        engine._runtime.core.model.layers[0].register_forward_pre_hook(raising)
+        engine._runtime.core.model.layers.register_forward_pre_hook(raising)
         async with asyncio.timeout(20):
             outcomes = await asyncio.gather(
                 *(engine.submit([5], SearchParams(max_new_tokens=2)) for _ in range(3)), return_exceptions=True

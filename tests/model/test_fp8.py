@@ -64,10 +64,10 @@ def test_a_product_that_fails_is_refused_with_its_size(checkpoint: Path, monkeyp
 
 def test_slices_lie_as_scaled_mm_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transposed weight column by column, scales and bias in one piece."""
-    linear = Linear(64, 96, bias=True)
+    linear = Linear(2, 64, 96, bias=True)
     linear.hold_float8()
     monkeypatch.setattr("widebeam.model.layers.scaled_linear", lambda *args: args)
-    _, _, weight, scale, bias, dtype = linear.outputs(torch.ones(3, 64), torch.ones(3, 1), 32)
+    _, _, weight, scale, bias, dtype = linear(1, torch.ones(3, 64), torch.ones(3, 1), 32)
     assert weight.t().stride() == (1, 64)
     assert scale.is_contiguous() and scale.shape == (1, 64)
     assert bias.is_contiguous() and bias.shape == (64,)

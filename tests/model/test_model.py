@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests import hf, tiny
 from widebeam.errors import CheckpointError
+from widebeam.kv.pools import Pools, make_pools
 from widebeam.model.attention import Plans, prefill_attention
 from widebeam.model.config import load_model_config
 from widebeam.model.layers import float32_linear
 from widebeam.model.ops import quantize_rows
-from widebeam.model.qwen3 import Attention, Pools
 from widebeam.model.reference import TorchBackend
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import load_model, resolve_checkpoint
@@ -49,15 +49,15 @@ def prefill_logits(folder: Path, prompts: list[list[int]], *, fp8: bool = False)
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
     slots = torch.arange(len(tokens))
     rotation, stream = model.rotation(positions), model.embed(tokens)
-    for layer in model.layers:
-        pools = Pools(*torch.zeros(2, len(tokens), config.num_kv_heads, config.head_dim))
+    attention = model.layers.self_attn
+    for layer, pools in enumerate(make_pools(config, len(tokens), torch.float32, CPU)):
 
-        def attend(attention: Attention, qkv: Tensor, pools: Pools = pools) -> tuple[Tensor, Tensor]:
-            q, k = attention.place(qkv, rotation, pools, slots, len(tokens))
+        def attend(qkv: Tensor, layer: int = layer, pools: Pools = pools) -> tuple[Tensor, Tensor]:
+            q, k = attention.place(layer, qkv, rotation, pools, slots, len(tokens))
             rows = prefill_attention(q, k, attention.values(qkv), handle)[0].flatten(1)
             return quantize_rows(rows) if attention.o_proj.quantized else (rows, rows.new_empty(0))
 
-        stream = layer(stream, attend)
+        stream = model.layers(layer, stream, attend)
     hidden = model.hidden(stream)
     return model.logits(hidden)
 

@@ -7,6 +7,7 @@ already, and take longer than launching them. Nothing here changes what a search
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ PADDED_TOKENS = 2048
 def compiled_programs(compiler: Callable[[Callable[..., None]], Callable[..., None]] | None = None) -> Programs:
     """Compiled forms for a GPU, with cuBLAS for the products: it won nearly every autotuning at these sizes."""
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal are not one size
+    torch._dynamo.config.specialize_float = True  # ours never change; else every function is traced twice
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     compiler = compiler or graphed
     return Programs(
@@ -79,7 +81,7 @@ def short_last(core: Core, prompts: PackedPrompts, plan: int) -> None:
 def keep_in_place(state: BeamState, context: ContextKV, beams: BeamKV) -> None:
     """Promise the compiler that what a level reads and writes never moves: graphs then use it where it is."""
     own = [value for value in vars(state).values() if isinstance(value, Tensor)]
-    for buffer in [*own, *state.finished, *state.stream, *context.k, *context.v, *beams.k, *beams.v]:
+    for buffer in [*own, *state.finished, *state.stream, *itertools.chain(*context.pools, *beams.pools)]:
         torch._dynamo.mark_static_address(buffer, guard=False)
 
 

@@ -15,7 +15,7 @@ from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.kv.beam import ancestor_slots
 from widebeam.model.attention import context_attention, prefill_attention
 from widebeam.model.ops import merge_beams, quantize_rows
-from widebeam.model.qwen3 import Attend, Attention, Pools, Rotation, Stream
+from widebeam.model.qwen3 import Attend, Attention, Stream
 
 
 def prompt_body(core: Core, prompts: PackedPrompts, plan: int) -> Stream:
@@ -23,17 +23,19 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int) -> Stream:
     model, slot_T = core.model, prompts.slot_T
     rotation = model.rotation(prompts.positions_T)
 
-    def attend_with(pools: Pools) -> Attend:
-        def attend(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor]:
-            q_TQD, k_TKD = attention.place(qkv, rotation, pools, slot_T, qkv.shape[0])
+    attention = model.layers.self_attn
+
+    def attend_in(layer: int) -> Attend:
+        def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
+            q_TQD, k_TKD = attention.place(layer, qkv, rotation, core.context.pools[layer], slot_T, qkv.shape[0])
             out_TQD, _ = prefill_attention(q_TQD, k_TKD, attention.values(qkv), plan)
             return _rows_for(attention, out_TQD)
 
         return attend
 
     stream = model.embed(prompts.tokens_T)
-    for layer, *pools in zip(model.layers[:-1], core.context.k, core.context.v, strict=False):
-        stream = layer(stream, attend_with(Pools(*pools)))
+    for layer in range(model.config.num_layers - 1):
+        stream = model.layers(layer, stream, attend_in(layer))
     return stream
 
 
@@ -42,17 +44,17 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -
 
     `plan` is the handle of a ContextPlan that gives each request one row.
     """
-    model, pools = core.model, Pools(core.context.k[-1], core.context.v[-1])
-    layer = model.layers[-1]
-    layer.store(stream, model.rotation(prompts.positions_T), pools, prompts.slot_T)
+    model, layer, pools = core.model, core.model.config.num_layers - 1, core.context.pools[-1]
+    attention = model.layers.self_attn
+    model.layers.store(layer, stream, model.rotation(prompts.positions_T), pools, prompts.slot_T)
     rotation = model.rotation(prompts.positions_T[prompts.last_B])
 
-    def attend(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        q_BQD, _ = attention.place(qkv, rotation, pools, prompts.last_slot_B, qkv.shape[0])
+    def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
+        q_BQD, _ = attention.place(layer, qkv, rotation, pools, prompts.last_slot_B, qkv.shape[0])
         return _rows_for(attention, context_attention(q_BQD, *pools, plan)[0])
 
     last = Stream(stream.residual[prompts.last_B], stream.delta[prompts.last_B])
-    core.state.hidden_RH[: prompts.last_B.shape[0]].copy_(model.hidden(layer(last, attend)))
+    core.state.hidden_RH[: prompts.last_B.shape[0]].copy_(model.hidden(model.layers(layer, last, attend)))
 
 
 def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: int, plan: int) -> None:
@@ -65,21 +67,23 @@ def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: 
     rotation = model.rotation(wave.context_len_B1[state.request_R[:rows]] + state.level - 1)
     scale, lse_scale = model.config.head_dim**-0.5, core.plans.lse_scale
 
-    def attend_with(context: Pools, decoded: Pools) -> Attend:
+    attention = model.layers.self_attn
+
+    def attend_in(layer: int) -> Attend:
         """The attention of one layer: its context pages, and its slots of decoded tokens."""
 
-        def attend(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor]:
-            q, _ = attention.place(qkv, rotation, decoded, own_R, query_rows)
-            out, lse = context_attention(q, *context, plan)
+        def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
+            decoded = beams.pools[layer]
+            q, _ = attention.place(layer, qkv, rotation, decoded, own_R, query_rows)
+            out, lse = context_attention(q, *core.context.pools[layer], plan)
             quantize = attention.o_proj.quantized
             return merge_beams(q, out, lse, *decoded, slots_RJ, state.level, scale, lse_scale, quantize)
 
         return attend
 
     stream = model.embed(state.token_R[:rows])
-    pools = zip(core.context.k, core.context.v, beams.k, beams.v, strict=True)
-    for layer, (k, v, beam_k, beam_v) in zip(model.layers, pools, strict=True):
-        stream = layer(stream, attend_with(Pools(k, v), Pools(beam_k, beam_v)))
+    for layer in range(model.config.num_layers):
+        stream = model.layers(layer, stream, attend_in(layer))
     state.hidden_RH[:rows].copy_(model.hidden(stream))
 
 

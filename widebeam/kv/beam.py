@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from widebeam.kv.pools import make_pools
 from widebeam.model.config import ModelConfig
 
 
@@ -27,12 +28,10 @@ class BeamLease:
 
 
 class BeamKV:
-    """The pool of slots, given out first fit: `k` and `v`, [slots, K, D] for each layer."""
+    """The slots of each layer's `pools`, given out first fit."""
 
     def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (num_slots, config.num_kv_heads, config.head_dim)
-        self.k: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.v: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.pools = make_pools(config, num_slots, dtype, device)
         self.num_slots = num_slots
         self.high_water = 0
         self._leases: list[BeamLease] = []

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from widebeam.kv.pools import make_pools
 from widebeam.model.config import ModelConfig
 
 
@@ -24,7 +24,7 @@ class ContextLease:
 
 
 class ContextKV:
-    """The paged pool: `k` and `v`, [P S, K, D] for each layer: page p holds slots p S .. p S + S - 1.
+    """The paged pool: each layer's `pools` have P S slots: page p holds slots p S .. p S + S - 1.
 
     Page 0 belongs to nobody: rows that only fill up a shape write there.
     """
@@ -32,10 +32,7 @@ class ContextKV:
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
-        # one allocation a layer: a compiled level may then write one without touching the others
-        self.k: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.v: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.pools = make_pools(config, (num_pages + 1) * page_size, dtype, device)
         self.page_size = page_size
         self.num_pages = num_pages
         self.high_water = 0

@@ -1,6 +1,9 @@
 """The small parts of the network, each as a function or a module with nothing but its arithmetic.
 
-Letters: T rows (prompt tokens or beams), H hidden, D head size, X heads, V vocabulary.
+What every decoder layer has is stored once for all layers, [L, ..]: a compiled step then takes a handful of tensors
+instead of hundreds, which it would look at before each replay.
+
+Letters: L layers, T rows (prompt tokens or beams), H hidden, N outputs, D head size, X heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,51 +18,50 @@ from widebeam.model.config import RopeConfig
 
 
 class RMSNorm(nn.Module):
-    """The weight of a root-mean-square norm; `ops.add_rms_norm` and `ops.rotate_and_store` apply it."""
+    """The weights of root-mean-square norms, [L, size]; `ops.add_rms_norm` and `ops.rotate_and_store` apply them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, layers: int, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(layers, size), requires_grad=False)
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`, with storage left for the loader to fill.
+    """`x @ weight.T + bias` of every layer, with storage left for the loader to fill: weights [L, N, H].
 
-    A quantised one holds float8_e4m3fn weights [N, H] with a scale for each output, float32 [1, N], and takes quantised
+    A quantised one holds float8_e4m3fn weights with a scale for each output, float32 [L, 1, N], and takes quantised
     rows.
     """
 
     scale: Tensor | None
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool = False) -> None:
+    def __init__(self, layers: int, size_in: int, size_out: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size_out, size_in), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(size_out), requires_grad=False) if bias else None
+        self.weight = nn.Parameter(torch.empty(layers, size_out, size_in), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(layers, size_out), requires_grad=False) if bias else None
         self.register_buffer("scale", None)
         self.out_dtype = torch.bfloat16
         """What a quantised product gives; a plain one gives what it takes."""
 
     def hold_float8(self) -> None:
         """Become quantised, with storage for the loader to fill; outputs keep the dtype that the weights had."""
-        size_out, device = self.weight.shape[0], self.weight.device
+        (layers, size_out, _), device = self.weight.shape, self.weight.device
         self.out_dtype = self.weight.dtype
         self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=torch.float8_e4m3fn), requires_grad=False)
-        self.scale = torch.empty((1, size_out), dtype=torch.float32, device=device)
+        self.scale = torch.empty((layers, 1, size_out), dtype=torch.float32, device=device)
 
     @property
     def quantized(self) -> bool:
         return self.scale is not None
 
-    def forward(self, x_TH: Tensor, scale_T1: Tensor) -> Tensor:
-        """Rows, and their scales if this product is quantised, -> [T, N]."""
-        return self.outputs(x_TH, scale_T1, 0)
+    def forward(self, layer: int, x_TH: Tensor, scale_T1: Tensor, first: int = 0) -> Tensor:
+        """Rows, and their scales if this product is quantised, -> [T, N], or only the outputs from `first` on.
 
-    def outputs(self, x_TH: Tensor, scale_T1: Tensor, first: int) -> Tensor:
-        """The outputs from `first` on, a multiple of 16: float8 operands are read 16 bytes at a time."""
-        bias = None if self.bias is None else self.bias[first:]
+        `first` is a multiple of 16: float8 operands are read 16 bytes at a time.
+        """
+        weight_NH, bias = self.weight[layer, first:], None if self.bias is None else self.bias[layer, first:]
         if self.scale is None:
-            return F.linear(x_TH, self.weight[first:], bias)
-        return scaled_linear(x_TH, scale_T1, self.weight[first:], self.scale[:, first:], bias, self.out_dtype)
+            return F.linear(x_TH, weight_NH, bias)
+        return scaled_linear(x_TH, scale_T1, weight_NH, self.scale[layer, :, first:], bias, self.out_dtype)
 
 
 def scaled_linear(

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from widebeam.kv.pools import Pools
 from widebeam.model.config import ModelConfig
 from widebeam.model.layers import Linear, RMSNorm, Rotary, float32_linear
 from widebeam.model.ops import add_rms_norm, rotate_and_store, silu_mul
@@ -29,13 +30,6 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-class Pools(NamedTuple):
-    """Where one layer's keys and values lie: a row of each for every slot, [S, K, D]."""
-
-    k: Tensor
-    v: Tensor
-
-
 class Stream(NamedTuple):
     """What travels between layers, [T, H] each: the next layer adds `delta` to `residual` before it norms."""
 
@@ -44,30 +38,32 @@ class Stream(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Projections, per-head norms (Qwen3) and rotation; the attention itself is the caller's."""
+    """Projections, per-head norms (Qwen3) and rotation of every layer; the attention itself is the caller's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        layers = config.num_layers
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self.eps = config.rms_norm_eps
-        self.qkv_proj = Linear(config.hidden_size, self.q_size + 2 * kv_size, bias=config.qkv_bias)
-        self.o_proj = Linear(self.q_size, config.hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else None
+        self.qkv_proj = Linear(layers, config.hidden_size, self.q_size + 2 * kv_size, bias=config.qkv_bias)
+        self.o_proj = Linear(layers, self.q_size, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(layers, config.head_dim) if config.qk_norm else None
+        self.k_norm = RMSNorm(layers, config.head_dim) if config.qk_norm else None
 
     def place(
-        self, qkv: Tensor, rotation: Rotation, pools: Pools, slot_T: Tensor, query_rows: int
+        self, layer: int, qkv: Tensor, rotation: Rotation, pools: Pools, slot_T: Tensor, query_rows: int
     ) -> tuple[Tensor, Tensor]:
         """Norm, rotate, and store keys and values in their slots: (q [query_rows, Q, D], k [T, K, D]).
 
-        `query_rows` is a multiple of T: q then lies there several times over.
+        `query_rows` is a multiple of T: q then lies there several times over. With 0 there are no queries in `qkv`.
         """
-        q_norm = self.q_norm.weight if self.q_norm is not None else None
-        k_norm = self.k_norm.weight if self.k_norm is not None else None
+        q_norm = None if self.q_norm is None else self.q_norm.weight[layer]
+        k_norm = None if self.k_norm is None else self.k_norm.weight[layer]
+        heads = self.num_heads if query_rows else 0
         return rotate_and_store(
-            qkv, *rotation, q_norm, k_norm, self.eps, *pools, slot_T, self.num_heads, self.num_kv_heads, query_rows
+            qkv, *rotation, q_norm, k_norm, self.eps, *pools, slot_T, heads, self.num_kv_heads, query_rows
         )
 
     def values(self, qkv: Tensor) -> Tensor:
@@ -76,53 +72,53 @@ class Attention(nn.Module):
         return qkv[:, -size:].unflatten(-1, (self.num_kv_heads, self.head_dim))
 
 
-Attend = Callable[[Attention, Tensor], tuple[Tensor, Tensor]]
-"""(the layer's attention, its qkv product [T, (Q + 2 K) D]) -> what goes into the output projection: rows [T, Q D] and,
-if that is quantised, their scales"""
+Attend = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""The qkv product, [T, (Q + 2 K) D] -> what goes into the output projection: rows [T, Q D] and, if that is quantised,
+their scales"""
 
 
 class MLP(nn.Module):
-    """SwiGLU, with gate and up projections in one product."""
+    """SwiGLU of every layer, with gate and up projections in one product."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.gate_up_proj = Linear(config.num_layers, config.hidden_size, 2 * config.intermediate_size)
+        self.down_proj = Linear(config.num_layers, config.intermediate_size, config.hidden_size)
 
-    def forward(self, x_TH: Tensor, scale_T1: Tensor) -> Tensor:
-        inner, inner_scale = silu_mul(self.gate_up_proj(x_TH, scale_T1), self.down_proj.quantized)
-        return self.down_proj(inner, inner_scale)
+    def forward(self, layer: int, x_TH: Tensor, scale_T1: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(layer, x_TH, scale_T1)
+        return self.down_proj(layer, *silu_mul(gate_up, self.down_proj.quantized))
 
 
-class Layer(nn.Module):
-    """One pre-norm decoder layer."""
+class Layers(nn.Module):
+    """All pre-norm decoder layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.input_layernorm = RMSNorm(config.hidden_size)
+        self.input_layernorm = RMSNorm(config.num_layers, config.hidden_size)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.num_layers, config.hidden_size)
         self.mlp = MLP(config)
 
-    def forward(self, stream: Stream, attend: Attend) -> Stream:
-        attention, mlp = self.self_attn, self.mlp
+    def forward(self, layer: int, stream: Stream, attend: Attend) -> Stream:
+        """One of them."""
+        qkv_proj, o_proj, mlp = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp
+        residual, x_TH, scale = add_rms_norm(*stream, self.input_layernorm.weight[layer], self.eps, qkv_proj.quantized)
+        delta = o_proj(layer, *attend(qkv_proj(layer, x_TH, scale)))
         residual, x_TH, scale = add_rms_norm(
-            *stream, self.input_layernorm.weight, self.eps, attention.qkv_proj.quantized
+            residual, delta, self.post_attention_layernorm.weight[layer], self.eps, mlp.gate_up_proj.quantized
         )
-        delta = attention.o_proj(*attend(attention, attention.qkv_proj(x_TH, scale)))
-        residual, x_TH, scale = add_rms_norm(
-            residual, delta, self.post_attention_layernorm.weight, self.eps, mlp.gate_up_proj.quantized
-        )
-        return Stream(residual, mlp(x_TH, scale))
+        return Stream(residual, mlp(layer, x_TH, scale))
 
-    def store(self, stream: Stream, rotation: Rotation, pools: Pools, slot_T: Tensor) -> None:
-        """Nothing but the layer's keys and values, put in their slots: all that the last layer's early tokens owe."""
+    def store(self, layer: int, stream: Stream, rotation: Rotation, pools: Pools, slot_T: Tensor) -> None:
+        """Nothing but a layer's keys and values, put in their slots: all that the last layer's early tokens owe."""
         attention = self.self_attn
-        _, x_TH, scale = add_rms_norm(*stream, self.input_layernorm.weight, self.eps, attention.qkv_proj.quantized)
-        kv = attention.qkv_proj.outputs(x_TH, scale, attention.q_size)
-        k_norm = attention.k_norm.weight if attention.k_norm is not None else None
-        rotate_and_store(kv, *rotation, None, k_norm, self.eps, *pools, slot_T, 0, attention.num_kv_heads, 0)
+        _, x_TH, scale = add_rms_norm(
+            *stream, self.input_layernorm.weight[layer], self.eps, attention.qkv_proj.quantized
+        )
+        kv = attention.qkv_proj(layer, x_TH, scale, attention.q_size)
+        attention.place(layer, kv, rotation, pools, slot_T, 0)
 
 
 class Qwen3(nn.Module):
@@ -133,8 +129,8 @@ class Qwen3(nn.Module):
         self.config = config
         self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
         self.rotary = Rotary(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size)
+        self.layers = Layers(config)
+        self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.lm_head = (
             None
             if config.tied_head
@@ -157,7 +153,7 @@ class Qwen3(nn.Module):
 
     def hidden(self, stream: Stream) -> Tensor:
         """Hidden states after the final norm, [T, H]."""
-        return add_rms_norm(*stream, self.norm.weight, self.config.rms_norm_eps, False)[1]
+        return add_rms_norm(*stream, self.norm, self.config.rms_norm_eps, False)[1]
 
     def logits(self, hidden_RH: Tensor, head_VH: Tensor | None = None) -> Tensor:
         """Float32 logits over the vocabulary, [R, V], or over the rows of a smaller head."""

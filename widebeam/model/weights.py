@@ -119,15 +119,16 @@ def _targets(model: Qwen3, config: ModelConfig, stored: bool) -> dict[str, Targe
     targets: dict[str, Target] = {}
     scales = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
-        full = name if name == "lm_head" else f"model.{name}"
-        full = full if full.endswith((".weight", ".bias")) else f"{full}.weight"
-        module, _, kind = full.rpartition(".")
-        leaf = module.rpartition(".")[2]
-        scale_1N = scales.get(f"{name.removesuffix('.weight')}.scale")
-        for piece, rows in _pieces(leaf, config):
-            full = f"{module.removesuffix(leaf)}{piece}.{kind}"
-            values, scale = parameter.data[rows], None if scale_1N is None else scale_1N.t()[rows]
-            targets[full] = Target(values, None if stored else scale)
+        if not name.startswith("layers."):
+            targets[f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"] = Target(parameter.data)
+            continue
+        module, _, kind = name.removeprefix("layers.").rpartition(".")
+        parent, leaf = module.rpartition(".")[0], module.rpartition(".")[2]
+        scale_L1N = scales.get(f"layers.{module}.scale") if kind == "weight" else None
+        for layer, (piece, rows) in itertools.product(range(config.num_layers), _pieces(leaf, config)):
+            full = ".".join(filter(None, ("model.layers", str(layer), parent, piece, kind)))
+            scale = None if scale_L1N is None else scale_L1N[layer].t()[rows]
+            targets[full] = Target(parameter.data[layer][rows], None if stored else scale)
             if stored and scale is not None:
                 targets[f"{full}_scale"] = Target(scale)
     return targets
