@@ -207,7 +207,8 @@ def markdown(report: dict[str, Any]) -> str:
             else:
                 rows.append((name, other, *((values or {}).get(column) for column in columns)))
     return "\n".join([
-        f"{given['checkpoint']}, {report['dtype']}, quantization {given['quantization']}, eager: {given['enforce_eager']}",
+        f"{given['checkpoint']}, {report['dtype']}, quantization {given['quantization']}, "
+        f"eager: {given['enforce_eager']}",
         f"{report['machine']}, {report['date']}", "", table(["case", "compared with", *columns], rows), "",
         table(["case", "sequences", "score error, 99th percentile", "largest"], scores),
     ])  # fmt: skip

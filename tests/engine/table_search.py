@@ -17,8 +17,7 @@ from tests.oracle import Found, Prefix
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core
-from widebeam.engine.search import collect, stop_arrays, wave_data
-from widebeam.engine.staging import to_device
+from widebeam.engine.search import collect, wave_data
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.model.layers import float32_linear
@@ -48,7 +47,7 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     device = torch.device("cpu")
     state = BeamState(4096, 16, 16, 1, vocab_size, torch.float32, device)
     core = Core(model, None, None, state, None, None)  # type: ignore[arg-type]
-    data = wave_data(wave, to_device(wave.arrays() | stop_arrays(wave), device), vocab_size)
+    data = wave_data(wave, vocab_size, device)
     trie = DeviceTrie(catalog, model.head_VH) if catalog is not None else None
     state.start(data.num_requests, wave.requests)
     for level, shape in enumerate(wave.shapes):

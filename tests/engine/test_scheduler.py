@@ -101,6 +101,6 @@ def test_rungs_cover_and_waste_at_most_a_third(size: int) -> None:
     assert size <= rung(size) <= max(LEAST_ROWS, -(-size * 3 // 2))
     assert rung(rung(size)) == rung(size)
     assert rung(size, max(size, LEAST_ROWS)) == max(size, LEAST_ROWS)
-    assert size <= token_rung(size) <= max(size + 63, size * 5 // 4) and token_rung(token_rung(size)) == token_rung(
+    assert size <= token_rung(size) <= max(size + 127, size * 9 // 8) and token_rung(token_rung(size)) == token_rung(
         size
     )

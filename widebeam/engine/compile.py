@@ -23,10 +23,10 @@ from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.model.qwen3 import Stream
 
-EAGER = Programs(forward_rows, advance)
+EAGER = Programs(prompt_body, prompt_last, forward_rows, advance)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
-PADDED_TOKENS = 2048
-"""Prefill of fewer tokens takes less time on an H200 than launching its kernels one by one."""
+PADDED_TOKENS = 8192
+"""Up to here a layer's kernels may take an H200 less time than a host takes to launch them, about a millisecond."""
 
 
 def compiled_programs(compiler: Callable[[Callable[..., None]], Callable[..., None]] | None = None) -> Programs:
@@ -36,10 +36,10 @@ def compiled_programs(compiler: Callable[[Callable[..., None]], Callable[..., No
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     compiler = compiler or graphed
     return Programs(
+        body=compiler(kept_body),
+        last=compiler(kept_last),
         forward_rows=compiler(forward_rows),
         advance=compiler(advance),
-        short_body=compiler(short_body),
-        short_last=compiler(short_last),
         padded_tokens=PADDED_TOKENS,
     )
 
@@ -65,15 +65,15 @@ def made_so_far(device: torch.device) -> Made:
     return Made(counters["stats"]["unique_graphs"], captured, counters["inductor"]["cudagraph_skips"])
 
 
-def short_body(core: Core, prompts: PackedPrompts, plan: int) -> None:
+def kept_body(core: Core, prompts: PackedPrompts, plan: int) -> None:
     """`prompt_body` that returns nothing: a graph that returned tensors would keep others from running."""
     stream = prompt_body(core, prompts, plan)
     for place, part in zip(core.state.stream, stream, strict=True):
         place[: part.shape[0]].copy_(part)
 
 
-def short_last(core: Core, prompts: PackedPrompts, plan: int) -> None:
-    """`prompt_last` behind `short_body`."""
+def kept_last(core: Core, prompts: PackedPrompts, stream: None, plan: int) -> None:
+    """`prompt_last` behind `kept_body`."""
     rows = prompts.tokens_T.shape[0]
     prompt_last(core, prompts, Stream(*(place[:rows] for place in core.state.stream)), plan)
 

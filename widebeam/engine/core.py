@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from widebeam.engine.state import BeamState
 from widebeam.kv.beam import BeamKV
@@ -16,14 +17,14 @@ from widebeam.model.qwen3 import Qwen3
 class Programs:
     """The functions that run on the device, compiled or as they are (see engine/compile.py)."""
 
+    body: Callable[..., Any]
+    """`step.prompt_body`, for up to `padded_tokens` tokens; a graph leaves its result in BeamState.stream."""
+    last: Callable[..., None]
+    """`step.prompt_last`, which takes what `body` gave."""
     forward_rows: Callable[..., None]
     """`step.forward_rows`"""
     advance: Callable[..., None]
     """`advance.advance`"""
-    short_body: Callable[..., None] | None = None
-    """`step.prompt_body`, which leaves its result in BeamState.stream, for up to `padded_tokens` tokens."""
-    short_last: Callable[..., None] | None = None
-    """`step.prompt_last`, which finds it there."""
     padded_tokens: int = 0
     """Up to so many prompt tokens are padded to a rung, so that a graph can replay them."""
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.core import Core
@@ -69,11 +68,9 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
     device = core.state.level.device
     clock = Clock(device)
     clock.mark()
-    prompts = prompt_arrays(core, wave)
-    staged = to_device(wave.arrays() | stop_arrays(wave) | prompts, device)
-    data = wave_data(wave, staged, core.model.config.vocab_size)
+    launch_prompts(core, wave)  # first, so that the device is busy while the rest is prepared
+    data = wave_data(wave, core.model.config.vocab_size, device)
     core.state.start(data.num_requests, wave.requests)
-    launch_prompts(core, wave, PackedPrompts(**{name: staged[name] for name in prompts}))
     core.programs.advance(core, data, trie.level(0) if trie else None, wave.shapes[0])
     clock.mark()
     cut_short = False
@@ -95,22 +92,22 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
     return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2), cut_short)
 
 
-def launch_prompts(core: Core, wave: Wave, prompts: PackedPrompts) -> None:
+def launch_prompts(core: Core, wave: Wave) -> None:
     """Prefill, as two graphs where the host could not launch as fast as the device runs, else kernel by kernel.
 
     The last layer is planned while the others run.
     """
-    rows, programs = len(prompts.tokens_T), core.programs
+    programs, lengths = core.programs, [search.num_tokens for search in wave.searches]
+    prompts = PackedPrompts(**to_device(prompt_arrays(core, wave), core.state.level.device))
+    rows = len(prompts.tokens_T)
     graphed = rows <= programs.padded_tokens
+    body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
     plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
-    plan.plan([search.num_tokens for search in wave.searches], rows)
-    stream = programs.short_body(core, prompts, handle) if graphed else prompt_body(core, prompts, handle)
+    plan.plan(lengths, rows)
+    stream = body(core, prompts, handle)
     last_plan, last_handle = core.plans.context(wave.requests, wave.requests, 1)
-    last_plan.plan([1] * len(wave.searches), *contexts(wave))
-    if graphed:
-        programs.short_last(core, prompts, last_handle)
-    else:
-        prompt_last(core, prompts, stream, last_handle)
+    last_plan.plan([1] * len(lengths), *contexts(wave))
+    last(core, prompts, stream, last_handle)
 
 
 def prompt_arrays(core: Core, wave: Wave) -> dict[str, np.ndarray]:
@@ -141,13 +138,15 @@ def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
     return {"stop_B": request, "stop_token": token}
 
 
-def wave_data(wave: Wave, staged: dict[str, Tensor], vocab_size: int) -> WaveData:
+def wave_data(wave: Wave, vocab_size: int, device: torch.device) -> WaveData:
     """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them."""
+    arrays = wave.arrays()
+    staged = to_device(arrays | stop_arrays(wave), device)
     stop_BV = None
     if wave.has_stops:
-        stop_BV = torch.zeros(wave.requests + 1, vocab_size, dtype=torch.bool, device=staged["stop_B"].device)
+        stop_BV = torch.zeros(wave.requests + 1, vocab_size, dtype=torch.bool, device=device)
         stop_BV[staged["stop_B"], staged["stop_token"]] = True
-    return WaveData(stop_BV=stop_BV, **{name: staged[name] for name in wave.arrays()})
+    return WaveData(stop_BV=stop_BV, **{name: staged[name] for name in arrays})
 
 
 def contexts(wave: Wave) -> tuple[list[int], list[list[int]]]:

@@ -60,8 +60,8 @@ def candidate_rung(size: int) -> int:
 
 
 def token_rung(tokens: int) -> int:
-    """The next number of prompt tokens that a graph is captured for: steps of an eighth, at least 64."""
-    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
+    """The next number of prompt tokens that a graph is captured for: steps of a sixteenth at most, or 128."""
+    step = max(128, 1 << max(0, (tokens - 1).bit_length() - 4))
     return -(-tokens // step) * step
 
 

@@ -42,17 +42,18 @@ def token_rungs(limit: int) -> list[int]:
 def waves(
     limits: WaveLimits, widest: int, vocab_size: int, longest: int, padded_tokens: int, *, stops: bool
 ) -> Iterator[list[Search]]:
-    """Waves over any token, which meet every rung of rows, and between them every rung of tokens."""
+    """Waves over any token, which meet every rung of rows; those without stop tokens also every rung of tokens, and
+    contexts that are cut."""
     rows = row_rungs(min(limits.rows, limits.beam_slots // (LEVELS - 1)))
     room = min(longest - LEVELS, limits.tokens, (limits.context_pages - limits.requests) * limits.page_size)
-    tokens = token_rungs(min(padded_tokens, room))
+    tokens = token_rungs(min(padded_tokens, room)) if not stops else [LEAST_ROWS]
     for place in range(max(len(rows), len(tokens))):
         size = rows[min(place, len(rows) - 1)]
         yield wave(size, widest, tokens[min(place, len(tokens) - 1)], vocab_size, stops=stops)
-    if room >= LONG:
+    if room >= LONG and not stops:
         for size in rows:
             if context_splits(size, LONG) > 1:
-                yield wave(size, widest, LONG, vocab_size, stops=stops)
+                yield wave(size, widest, LONG, vocab_size)
 
 
 def catalog_waves(limits: WaveLimits, widest: int, vocab_size: int, catalog: Catalog) -> Iterator[list[Search]]:

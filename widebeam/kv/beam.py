@@ -76,8 +76,8 @@ class BeamKV:
 def ancestor_slots(path_RJ: Tensor, level: Tensor, base: Tensor, stride: Tensor) -> tuple[Tensor, Tensor]:
     """Where a row's decoded keys lie: (slots [R, J], own slot [R]).
 
-    Called at `level` (one element) >= 1, when tokens of levels 0 .. level - 1 exist: only so many columns mean anything.
-    The own slot is that of level - 1, which is written now.
+    Called at `level` (one element) >= 1, when tokens of levels 0 .. level - 1 exist: only so many columns mean
+    anything. The own slot is that of level - 1, which is written now.
     """
     R, J = path_RJ.shape
     own_R = base + (level - 1) * stride + torch.arange(R, device=path_RJ.device)

@@ -104,8 +104,8 @@ def rotate_and_store(
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate the heads of `qkv`, [T, (Q + 2 K) D]; keys and values go to slot [T] of the pools, [S, K, D].
 
-    cos and sin are [T, 1, D/2] float32, the norms' weights [D]. -> (q [query_rows, Q, D], a multiple of T: so many copies
-    one behind the other; k [T, K, D]). Of rows that share a slot any one may win.
+    cos and sin are [T, 1, D/2] float32, the norms' weights [D]. -> (q [query_rows, Q, D], copies one behind the other
+    where that is a multiple of T; k [T, K, D]). Of rows that share a slot any one may win.
     """
     T, D = qkv.shape[0], k_pool.shape[2]
     q, k, v = qkv.split([num_heads * D, num_kv_heads * D, num_kv_heads * D], dim=-1)
@@ -154,8 +154,8 @@ def merge_beams(
 ) -> tuple[Tensor, Tensor]:
     """Add the beams' own decoded tokens to their attention over the parts of a context -> (out [R, Q D], scale).
 
-    q is [P R, Q, D], of which the first R rows count; `out` [P R, Q, D] and `lse` [P R, Q] float32 are the attention over
-    each part and its log-sum-exp, natural once multiplied by `lse_scale`. The beams' keys and values are in `slots` [R, J] of the pools
+    q is [P R, Q, D], of which the first R rows count; `out` [P R, Q, D] and `lse` [P R, Q] float32 are the attention
+    over each part and its log-sum-exp, natural once multiplied by `lse_scale`. The beams' keys and values are in `slots` [R, J] of the pools
     [S, K, D]; only the first `seen` ([1] int64) columns exist. The softmaxes are merged by their log-sum-exp (as in
     Flash-Decoding and cascade inference): each part counts as one key whose logit is its log-sum-exp, and not at all
     where that is -inf.
@@ -167,10 +167,8 @@ def merge_beams(
     logit_JRQ = (q_RKGD * k_pool[slots_JR].float().unsqueeze(3)).sum(-1).view(J, R, Q)
     logit_JRQ = logit_JRQ.masked_fill(unseen_J[:, None, None], -torch.inf)
     v_JRQD = v_pool[slots_JR].float().repeat_interleave(Q // K, dim=2)
-    logit, value = (
-        torch.cat(((lse * lse_scale).view(-1, R, Q), logit_JRQ)),
-        torch.cat((out.float().view(-1, R, Q, D), v_JRQD)),
-    )
+    logit = torch.cat(((lse * lse_scale).view(-1, R, Q), logit_JRQ))
+    value = torch.cat((out.float().view(-1, R, Q, D), v_JRQD))
     value = value.masked_fill(logit.isneginf().unsqueeze(-1), 0)  # what counts nothing may hold anything
     merged_RQD = (logit.softmax(0).unsqueeze(-1) * value).sum(0)
     return _maybe_quantize(merged_RQD.to(q.dtype).view(R, Q * D), quantize)
