@@ -80,7 +80,7 @@ def test_a_level_traces_whole_and_gives_the_same(
     def traced(function: Any) -> Any:
         return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
 
-    programs = compiled_programs(traced)
+    programs = compiled_programs(runtime.core, traced)
     runtime.core.programs = programs if padded else replace(programs, padded_tokens=0)
     for one, two in zip(eager, results(), strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests import hf, tiny
 from widebeam.errors import CheckpointError
-from widebeam.kv.pools import Pools, make_pools
+from widebeam.kv.pools import make_pools
 from widebeam.model.attention import Plans, prefill_attention
 from widebeam.model.config import load_model_config
 from widebeam.model.layers import float32_linear
@@ -50,10 +50,11 @@ def prefill_logits(folder: Path, prompts: list[list[int]], *, fp8: bool = False)
     slots = torch.arange(len(tokens))
     rotation, stream = model.rotation(positions), model.embed(tokens)
     attention = model.layers.self_attn
-    for layer, pools in enumerate(make_pools(config, len(tokens), torch.float32, CPU)):
+    pools = make_pools(config, len(tokens), torch.float32, CPU)
+    for layer in range(config.num_layers):
 
-        def attend(qkv: Tensor, layer: int = layer, pools: Pools = pools) -> tuple[Tensor, Tensor]:
-            q, k = attention.place(layer, qkv, rotation, pools, slots, len(tokens))
+        def attend(qkv: Tensor, layer: int = layer) -> tuple[Tensor, Tensor]:
+            q, k = attention.place(layer, qkv, rotation, pools.of(layer), slots, len(tokens))
             rows = prefill_attention(q, k, attention.values(qkv), handle)[0].flatten(1)
             return quantize_rows(rows) if attention.o_proj.quantized else (rows, rows.new_empty(0))
 

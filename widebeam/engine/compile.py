@@ -7,7 +7,6 @@ already, and take longer than launching them. Nothing here changes what a search
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,23 +16,30 @@ from torch import Tensor
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
-from widebeam.engine.state import BeamState, PackedPrompts
+from widebeam.engine.state import PackedPrompts
 from widebeam.engine.step import forward_rows, prompt_body, prompt_last
-from widebeam.kv.beam import BeamKV
-from widebeam.kv.context import ContextKV
 from widebeam.model.qwen3 import Stream
 
 EAGER = Programs(prompt_body, prompt_last, forward_rows, advance)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
 PADDED_TOKENS = 8192
 """Up to here a layer's kernels may take an H200 less time than a host takes to launch them, about a millisecond."""
+VARIANTS = 64
+"""Forms of one function that may be compiled: finishing or not, stop tokens or not, for each engine of a process."""
 
 
-def compiled_programs(compiler: Callable[[Callable[..., None]], Callable[..., None]] | None = None) -> Programs:
-    """Compiled forms for a GPU, with cuBLAS for the products: it won nearly every autotuning at these sizes."""
+def compiled_programs(
+    core: Core, compiler: Callable[[Callable[..., None]], Callable[..., None]] | None = None
+) -> Programs:
+    """Compiled forms for a GPU, with cuBLAS for the products: it won nearly every autotuning at these sizes.
+
+    They are for this core's buffers, which must stay where they are.
+    """
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal are not one size
     torch._dynamo.config.specialize_float = True  # ours never change; else every function is traced twice
+    torch._dynamo.config.recompile_limit = VARIANTS
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
+    _keep_in_place(core)
     compiler = compiler or graphed
     return Programs(
         body=compiler(kept_body),
@@ -78,10 +84,13 @@ def kept_last(core: Core, prompts: PackedPrompts, stream: None, plan: int) -> No
     prompt_last(core, prompts, Stream(*(place[:rows] for place in core.state.stream)), plan)
 
 
-def keep_in_place(state: BeamState, context: ContextKV, beams: BeamKV) -> None:
+def _keep_in_place(core: Core) -> None:
     """Promise the compiler that what a level reads and writes never moves: graphs then use it where it is."""
+    state, pools = core.state, [*core.context.pools, *core.beams.pools]
+    for pool in pools:
+        torch._dynamo.mark_static(pool)  # of a pool of symbolic size, torch 2.13 loses where a layer begins
     own = [value for value in vars(state).values() if isinstance(value, Tensor)]
-    for buffer in [*own, *state.finished, *state.stream, *itertools.chain(*context.pools, *beams.pools)]:
+    for buffer in [*own, *state.finished, *state.stream, *pools]:
         torch._dynamo.mark_static_address(buffer, guard=False)
 
 

@@ -22,7 +22,6 @@ from widebeam.engine.compile import (
     PADDED_TOKENS,
     Made,
     compiled_programs,
-    keep_in_place,
     keep_trie_in_place,
     made_so_far,
 )
@@ -100,7 +99,6 @@ class Runtime:
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
         backend = self._choose_backend()
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
-        self._programs = EAGER  # also for the largest wave, which only measures memory
         self._plans = Plans(backend(model_config, config.page_size, pages, self.dtype, self.device))
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
@@ -113,13 +111,12 @@ class Runtime:
             )
         else:
             sizes = least_sizes(config, max_context_len)
-        self._programs = compiled_programs() if self._compiles else EAGER
         self.core = self._with_pools(sizes)
         if self._compiles:
-            keep_in_place(self._state, self.core.context, self.core.beams)
+            self.core.programs = compiled_programs(self.core)
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
         for stops in (False, True):
-            vocab_size, padded = model_config.vocab_size, self._programs.padded_tokens
+            vocab_size, padded = model_config.vocab_size, self.core.programs.padded_tokens
             self._warm_up(
                 warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, padded, stops=stops)
             )
@@ -144,7 +141,7 @@ class Runtime:
         config, model = self.config, self._model_config
         context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device)
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
-        return Core(self._model, context, beams, self._state, self._plans, self._programs)
+        return Core(self._model, context, beams, self._state, self._plans, EAGER)
 
     @property
     def limits(self) -> WaveLimits:

@@ -9,7 +9,7 @@ Letters: T packed prompt tokens, B requests, R rows, F finished sequences, L lev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,8 @@ from widebeam.errors import EngineError
 
 PIECE = 8
 """Levels that are launched without a look at whether anybody still needs them."""
+GROUP_TOKENS = 20_480
+"""Prompt tokens that go through the network together."""
 
 
 @dataclass
@@ -83,7 +85,7 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
         shape, rows, splits = wave.shapes[level], wave.rows(level - 1), wave.splits(level)
         plan, handle = core.plans.context(shape.requests, shape.rows_in, splits)
         if planned != (handle, rows):
-            plan.plan(rows, *contexts(wave))
+            plan.plan(rows, *contexts(wave.searches))
             planned = (handle, rows)
         core.programs.forward_rows(core, data, shape.rows_in, shape.rows_in * splits, shape.depth, handle)
         core.programs.advance(core, data, trie.level(level) if trie else None, shape)
@@ -93,41 +95,55 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
 
 
 def launch_prompts(core: Core, wave: Wave) -> None:
-    """Prefill, as two graphs where the host could not launch as fast as the device runs, else kernel by kernel.
+    """Prefill, in groups of prompts whose products are large enough: beyond that cuBLAS has worse kernels on an H200.
 
+    Small groups run as two graphs, where the host could not launch as fast as the device runs, others kernel by kernel.
     The last layer is planned while the others run.
     """
-    programs, lengths = core.programs, [search.num_tokens for search in wave.searches]
-    prompts = PackedPrompts(**to_device(prompt_arrays(core, wave), core.state.level.device))
-    rows = len(prompts.tokens_T)
-    graphed = rows <= programs.padded_tokens
-    body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
-    plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
-    plan.plan(lengths, rows)
-    stream = body(core, prompts, handle)
-    last_plan, last_handle = core.plans.context(wave.requests, wave.requests, 1)
-    last_plan.plan([1] * len(lengths), *contexts(wave))
-    last(core, prompts, stream, last_handle)
+    programs, device = core.programs, core.state.level.device
+    for first, searches in prompt_groups(wave.searches):
+        prompts = PackedPrompts(**to_device(prompt_arrays(core, wave.requests, first, searches), device))
+        rows, lengths = len(prompts.tokens_T), [search.num_tokens for search in searches]
+        graphed = rows <= programs.padded_tokens
+        body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
+        plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
+        plan.plan(lengths, rows)
+        stream = body(core, prompts, handle)
+        last_plan, last_handle = core.plans.context(wave.requests, wave.requests, 1)
+        last_plan.plan([1] * len(lengths), *contexts(searches))
+        last(core, prompts, stream, last_handle)
 
 
-def prompt_arrays(core: Core, wave: Wave) -> dict[str, np.ndarray]:
-    """The fields of PackedPrompts, padded to a rung if a graph is to replay them."""
-    searches = wave.searches
+def prompt_groups(searches: list[Search]) -> Iterator[tuple[int, list[Search]]]:
+    """Consecutive searches with at most GROUP_TOKENS prompt tokens, or one with more, and the place of the first."""
+    first, tokens = 0, 0
+    for b, search in enumerate(searches):
+        if b > first and tokens + search.num_tokens > GROUP_TOKENS:
+            yield first, searches[first:b]
+            first, tokens = b, 0
+        tokens += search.num_tokens
+    yield first, searches[first:]
+
+
+def prompt_arrays(core: Core, requests: int, first: int, searches: list[Search]) -> dict[str, np.ndarray]:
+    """The fields of PackedPrompts, padded to a rung if a graph is to replay them. `first`: the first one's row."""
     slots = [core.context.slots(search.lease) for search in searches if search.lease]
     lengths = [search.num_tokens for search in searches]
-    total, absent = sum(lengths), [0] * (wave.requests - len(searches))
+    total, absent = sum(lengths), [0] * (requests - len(searches))
     rows = token_rung(total) if token_rung(total) <= core.programs.padded_tokens else total
 
     def packed(parts: list[np.ndarray]) -> np.ndarray:
         filling = np.zeros(rows - total, dtype=np.int64)
         return np.concatenate([*parts, filling]).astype(np.int64)
 
+    spare = core.state.hidden_RH.shape[0] - 1
     return {
         "tokens_T": packed([search.token_ids for search in searches]),
         "positions_T": packed([np.arange(length) for length in lengths]),
         "slot_T": packed(slots),
         "last_B": np.array([*(np.cumsum(lengths) - 1), *absent], dtype=np.int64),
         "last_slot_B": np.array([*(slot[-1] for slot in slots), *absent], dtype=np.int64),
+        "row_B": np.array([*range(first, first + len(searches)), *(spare for _ in absent)], dtype=np.int64),
     }
 
 
@@ -149,9 +165,8 @@ def wave_data(wave: Wave, vocab_size: int, device: torch.device) -> WaveData:
     return WaveData(stop_BV=stop_BV, **{name: staged[name] for name in arrays})
 
 
-def contexts(wave: Wave) -> tuple[list[int], list[list[int]]]:
+def contexts(searches: list[Search]) -> tuple[list[int], list[list[int]]]:
     """Length and pages of each request's context."""
-    searches = wave.searches
     pages = [search.lease.pages if search.lease else [] for search in searches]
     return [search.num_tokens for search in searches], pages
 

@@ -96,6 +96,7 @@ class PackedPrompts:
     slot_T: Tensor  # int64, slot of ContextKV
     last_B: Tensor  # int64, row of each request's last token
     last_slot_B: Tensor  # int64, its slot
+    row_B: Tensor  # int64, row of BeamState that its hidden state goes to; a spare one for requests that are not there
 
 
 @dataclass

@@ -27,7 +27,7 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int) -> Stream:
 
     def attend_in(layer: int) -> Attend:
         def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
-            q_TQD, k_TKD = attention.place(layer, qkv, rotation, core.context.pools[layer], slot_T, qkv.shape[0])
+            q_TQD, k_TKD = attention.place(layer, qkv, rotation, core.context.pools.of(layer), slot_T, qkv.shape[0])
             out_TQD, _ = prefill_attention(q_TQD, k_TKD, attention.values(qkv), plan)
             return _rows_for(attention, out_TQD)
 
@@ -44,7 +44,7 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -
 
     `plan` is the handle of a ContextPlan that gives each request one row.
     """
-    model, layer, pools = core.model, core.model.config.num_layers - 1, core.context.pools[-1]
+    model, layer, pools = core.model, core.model.config.num_layers - 1, core.context.pools.of(-1)
     attention = model.layers.self_attn
     model.layers.store(layer, stream, model.rotation(prompts.positions_T), pools, prompts.slot_T)
     rotation = model.rotation(prompts.positions_T[prompts.last_B])
@@ -54,7 +54,7 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -
         return _rows_for(attention, context_attention(q_BQD, *pools, plan)[0])
 
     last = Stream(stream.residual[prompts.last_B], stream.delta[prompts.last_B])
-    core.state.hidden_RH[: prompts.last_B.shape[0]].copy_(model.hidden(model.layers(layer, last, attend)))
+    core.state.hidden_RH[prompts.row_B] = model.hidden(model.layers(layer, last, attend))
 
 
 def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: int, plan: int) -> None:
@@ -73,9 +73,9 @@ def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: 
         """The attention of one layer: its context pages, and its slots of decoded tokens."""
 
         def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
-            decoded = beams.pools[layer]
+            decoded = beams.pools.of(layer)
             q, _ = attention.place(layer, qkv, rotation, decoded, own_R, query_rows)
-            out, lse = context_attention(q, *core.context.pools[layer], plan)
+            out, lse = context_attention(q, *core.context.pools.of(layer), plan)
             quantize = attention.o_proj.quantized
             return merge_beams(q, out, lse, *decoded, slots_RJ, state.level, scale, lse_scale, quantize)
 

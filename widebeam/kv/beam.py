@@ -28,7 +28,7 @@ class BeamLease:
 
 
 class BeamKV:
-    """The slots of each layer's `pools`, given out first fit."""
+    """The slots of the `pools`, given out first fit."""
 
     def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pools = make_pools(config, num_slots, dtype, device)

@@ -24,7 +24,7 @@ class ContextLease:
 
 
 class ContextKV:
-    """The paged pool: each layer's `pools` have P S slots: page p holds slots p S .. p S + S - 1.
+    """The paged pool: the `pools` have P S slots: page p holds slots p S .. p S + S - 1.
 
     Page 0 belongs to nobody: rows that only fill up a shape write there.
     """

@@ -1,6 +1,6 @@
 """What both pools of keys and values are made of.
 
-Letters: S slots, K key/value heads, D head size.
+Letters: L layers, S slots, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from widebeam.model.config import ModelConfig
 
 
 class Pools(NamedTuple):
-    """Where one layer's keys and values lie: a row of each for every slot, [S, K, D]."""
+    """Where keys and values lie: a row of each for every slot, [L, S, K, D], or [S, K, D] of one layer."""
 
     k: Tensor
     v: Tensor
 
+    def of(self, layer: int) -> Pools:
+        """One layer's."""
+        return Pools(self.k[layer], self.v[layer])
 
-def make_pools(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> list[Pools]:
-    """Two allocations for each layer: a compiled step may then write one without touching the others."""
-    shape = (num_slots, config.num_kv_heads, config.head_dim)
-    return [
-        Pools(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))) for _ in range(config.num_layers)
-    ]
+
+def make_pools(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> Pools:
+    """One allocation for all layers, so that a compiled step has few inputs to look at before each replay."""
+    shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
+    return Pools(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))

@@ -155,10 +155,10 @@ def merge_beams(
     """Add the beams' own decoded tokens to their attention over the parts of a context -> (out [R, Q D], scale).
 
     q is [P R, Q, D], of which the first R rows count; `out` [P R, Q, D] and `lse` [P R, Q] float32 are the attention
-    over each part and its log-sum-exp, natural once multiplied by `lse_scale`. The beams' keys and values are in `slots` [R, J] of the pools
-    [S, K, D]; only the first `seen` ([1] int64) columns exist. The softmaxes are merged by their log-sum-exp (as in
-    Flash-Decoding and cascade inference): each part counts as one key whose logit is its log-sum-exp, and not at all
-    where that is -inf.
+    over each part and its log-sum-exp, natural once multiplied by `lse_scale`. The beams' keys and values are in
+    `slots` [R, J] of the pools [S, K, D]; only the first `seen` ([1] int64) columns exist. The softmaxes are merged by
+    their log-sum-exp (as in Flash-Decoding and cascade inference): each part counts as one key whose logit is its
+    log-sum-exp, and not at all where that is -inf.
     """
     (R, J), (_, Q, D), K = slots.shape, q.shape, k_pool.shape[1]
     unseen_J = torch.arange(J, device=slots.device) >= seen
