@@ -44,8 +44,12 @@ def measured_sizes(
     dtype: torch.dtype,
     device: torch.device,
     largest_wave: Callable[[PoolSizes], None],
+    graphs: bool,
 ) -> PoolSizes:
-    """Run `largest_wave` on the least pools, then give the context pool what memory is left. Raises ConfigError."""
+    """Run `largest_wave` on the least pools, then give the context pool what memory is left. Raises ConfigError.
+
+    With `graphs` the work space counts twice: what they captured is theirs alone.
+    """
     least = least_sizes(config, max_context_len)
     page_bytes = model.kv_elements_per_token * dtype.itemsize * config.page_size
     torch.cuda.empty_cache()
@@ -61,6 +65,7 @@ def measured_sizes(
     peak = torch.cuda.max_memory_allocated(device) - base - least.context_pages * page_bytes
     # a deep search reads up to twice its beam slots at a time (rungs of depth double), in K and V, copied and widened
     peak += 2 * 2 * least.beam_slots * model.num_kv_heads * model.head_dim * (dtype.itemsize + 4)
+    peak *= 2 if graphs else 1
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory

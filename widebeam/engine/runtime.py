@@ -31,46 +31,18 @@ from widebeam.engine.request import SearchResult, Timing
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import WaveResult, run_wave
 from widebeam.engine.shapes import request_rung
+from widebeam.engine.startup import choose_device, choose_dtype, make_backend
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import ConfigError, DeadlineExceeded, EngineDead, RequestError
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
-from widebeam.model.attention import BACKENDS, BackendFactory, Plans
+from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
-from widebeam.model.flashinfer import why_not
 from widebeam.model.fp8 import wants_fp8
 from widebeam.model.weights import load_model
 
 log = logging.getLogger(__name__)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of that name; auto takes CUDA where there is one. Raises ConfigError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is not one of cpu, cuda, cuda:N, auto") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported: cpu, cuda, cuda:N or auto")
-    if device.type == "cpu":
-        return device
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)
-
-
-def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights and KV; auto is the checkpoint's own on a GPU and float32 on a CPU. Raises ConfigError."""
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else checkpoint
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
-    if dtype is None:
-        raise ConfigError(f"the checkpoint's dtype {name!r} is not supported: choose --dtype")
-    return dtype
 
 
 class Runtime:
@@ -82,8 +54,6 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
-        self.fallbacks = 0
-        """Slower ways taken than this device has, each kind logged once."""
         self._made: Made | None = None
         self._told = False
         self._model_config = model_config
@@ -97,9 +67,10 @@ class Runtime:
         fp8 = wants_fp8(config.quantization, model_config, self.dtype, self.device)
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
-        backend = self._choose_backend()
+        backend, self.fallbacks = make_backend(config, model_config, pages, self.dtype, self.device)
+        """Slower ways taken than this device has, each kind logged once."""
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
-        self._plans = Plans(backend(model_config, config.page_size, pages, self.dtype, self.device))
+        self._plans = Plans(backend)
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
         self._state = BeamState(
@@ -107,7 +78,13 @@ class Runtime:
         )
         if self.device.type == "cuda":
             sizes = measured_sizes(
-                config, model_config, max_context_len, self.dtype, self.device, self._run_largest_wave
+                config,
+                model_config,
+                max_context_len,
+                self.dtype,
+                self.device,
+                self._run_largest_wave,
+                graphs=self._compiles,
             )
         else:
             sizes = least_sizes(config, max_context_len)
@@ -120,22 +97,6 @@ class Runtime:
             self._warm_up(
                 warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, padded, stops=stops)
             )
-
-    def _choose_backend(self) -> BackendFactory:
-        """The attention backend that was asked for, or the fastest that runs here. Raises ConfigError."""
-        name = self.config.attention_backend
-        if name in ("auto", "flashinfer"):
-            reason = why_not(self._model_config, self.dtype, self.device)
-            if name == "flashinfer" and reason:
-                raise ConfigError(f"--attention-backend flashinfer: {reason}")
-            if reason and self.device.type == "cuda":
-                log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
-                self.fallbacks += 1
-            name = "torch" if reason else "flashinfer"
-        try:
-            return BACKENDS.get(name)
-        except KeyError as error:
-            raise ConfigError(str(error.args[0])) from None
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config

@@ -52,6 +52,8 @@ class AttentionBackend(Protocol):
 
     lse_scale: float
     """What turns the backend's log-sum-exp into natural logarithms."""
+    fallbacks: int
+    """Faster kernels of its own that it tried in vain."""
 
     def prefill_plan(self, requests: int, rows: int | None) -> PrefillPlan:
         """A plan for up to so many prompts, in exactly `rows` rows if a graph is to replay it."""

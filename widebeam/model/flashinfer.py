@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from widebeam.model.config import ModelConfig
 
+log = logging.getLogger(__name__)
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-WORKSPACE_BYTES = 256 << 20
+WORKSPACE_BYTES, INT_WORKSPACE_BYTES = 256 << 20, 8 << 20
 STAGES = 8
 """Pinned buffers that planning writes in turn: the copy out of one may still wait behind a running prefill."""
 
@@ -41,8 +43,16 @@ def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
     return None
 
 
+def _gist(error: Exception) -> str:
+    """The first line of what may be a compiler's whole output."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
 class FlashInferBackend:
-    """Wrappers that share one workspace: they run one after another on one stream."""
+    """Wrappers that share one workspace: they plan and run one after another on one stream.
+
+    Raises RuntimeError if none of FlashInfer's kernels can be built and run here.
+    """
 
     lse_scale = math.log(2)
 
@@ -51,10 +61,33 @@ class FlashInferBackend:
     ) -> None:
         self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         self.page_size, self.max_pages, self.dtype, self.device = page_size, max_pages, dtype, device
-        self.kernel = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
-        self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.workspace, self.int_workspace = (
+            torch.empty(size, dtype=torch.uint8, device=device) for size in (WORKSPACE_BYTES, INT_WORKSPACE_BYTES)
+        )
         self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = itertools.count()
+        kernels = ["fa3", "fa2"] if torch.cuda.get_device_capability(device)[0] == 9 else ["fa2"]
+        self.fallbacks = 0
+        for self.kernel in kernels:
+            try:
+                self._try()
+                return
+            except Exception as error:
+                self.fallbacks += 1
+                log.warning("FlashInfer's %s kernels do not build or run here: %s", self.kernel, _gist(error))
+        raise RuntimeError(f"none of FlashInfer's kernels ({', '.join(kernels)}) builds and runs here")
+
+    def _try(self) -> None:
+        """Build what every wave needs, and run it once. Building takes minutes where nothing is cached."""
+        Q, K, D = self.heads
+        rows = [torch.zeros(2, heads, D, dtype=self.dtype, device=self.device) for heads in (Q, K, K)]
+        prefill, context = self.prefill_plan(1, None), self.context_plan(1, 2, 1)
+        prefill.plan([2], 2)
+        prefill.run(*rows)
+        context.plan([2], [1], [[0]])
+        pool = torch.zeros(self.page_size, K, D, dtype=self.dtype, device=self.device)
+        context.run(rows[0], pool, pool)
+        torch.cuda.synchronize(self.device)
 
     def prefill_plan(self, requests: int, rows: int | None) -> FlashInferPrefill:
         return FlashInferPrefill(self, requests, rows)
@@ -64,15 +97,14 @@ class FlashInferBackend:
 
     def stage(self, wrapper: Any) -> torch.cuda.Event:
         """Give the wrapper a pinned buffer that no copy reads any more; record the event when the plan is queued."""
-        size = wrapper._int_workspace_buffer.numel()
         if len(self._stages) < STAGES:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            buffer = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)
             self._stages.append((buffer, torch.cuda.Event()))
             buffer, event = self._stages[-1]
         else:
             buffer, event = self._stages[next(self._turn) % STAGES]
             event.synchronize()
-        wrapper._pin_memory_int_workspace_buffer = buffer
+        wrapper._pin_memory_int_workspace_buffer, wrapper._int_workspace_buffer = buffer, self.int_workspace
         return event
 
 

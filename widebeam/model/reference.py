@@ -64,6 +64,7 @@ class TorchBackend:
     """Plans of no fixed shape, which never cut a context; nothing is kept between them."""
 
     lse_scale = 1.0
+    fallbacks = 0
 
     def __init__(
         self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device

@@ -1,0 +1,72 @@
+"""What an engine runs on: device, dtype, attention backend. Decided once, before weights are read."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from widebeam.config import EngineConfig
+from widebeam.errors import ConfigError
+from widebeam.model.attention import BACKENDS, AttentionBackend
+from widebeam.model.config import ModelConfig
+from widebeam.model.flashinfer import why_not
+
+log = logging.getLogger(__name__)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; auto takes CUDA where there is one. Raises ConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not one of cpu, cuda, cuda:N, auto") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: cpu, cuda, cuda:N or auto")
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV; auto is the checkpoint's own on a GPU and float32 on a CPU. Raises ConfigError."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+    if dtype is None:
+        raise ConfigError(f"the checkpoint's dtype {name!r} is not supported: choose --dtype")
+    return dtype
+
+
+def make_backend(
+    config: EngineConfig, model: ModelConfig, max_pages: int, dtype: torch.dtype, device: torch.device
+) -> tuple[AttentionBackend, int]:
+    """The attention backend that was asked for, or the fastest that runs here, and how many faster ones failed.
+
+    Raises ConfigError if one was asked for by name and does not run.
+    """
+    name = config.attention_backend
+    try:
+        factory = BACKENDS.get("flashinfer" if name == "auto" else name)
+    except KeyError as error:
+        raise ConfigError(str(error.args[0])) from None
+    arguments = (model, config.page_size, max_pages, dtype, device)
+    reason = why_not(model, dtype, device) if name in ("auto", "flashinfer") else None
+    if reason is None:
+        try:
+            backend = factory(*arguments)
+            return backend, backend.fallbacks
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error)
+    if name != "auto":
+        raise ConfigError(f"--attention-backend {name}: {reason}")
+    if device.type == "cuda":
+        log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
+    return BACKENDS.get("torch")(*arguments), int(device.type == "cuda")
