@@ -141,7 +141,7 @@ def _finish(
     segment_F = group_of(room_B1, F)
     length_F = (state.level + 1).expand(F)
     cum_F = ranked.score_P[pick_F]
-    score_F = cum_F / length_F.float() ** wave.length_penalty_B1[segment_F]
+    score_F = cum_F / length_F.float() ** wave.length_penalty_B1[segment_F].float()
     new = Finished(
         score=torch.where(new_F, score_F, -torch.inf),
         cum=cum_F,

@@ -24,23 +24,32 @@ EAGER = Programs(prompt_body, prompt_last, forward_rows, advance)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
 PADDED_TOKENS = 8192
 """Up to here a layer's kernels may take an H200 less time than a host takes to launch them, about a millisecond."""
-VARIANTS = 64
-"""Forms of one function that may be compiled: finishing or not, stop tokens or not, for each engine of a process."""
+VARIANTS = 512
+"""Forms of one function that may be compiled: finishing or not, stop tokens or not, or one for each size if tuned."""
+
+Program = Callable[..., None]
 
 
-def compiled_programs(
-    core: Core, compiler: Callable[[Callable[..., None]], Callable[..., None]] | None = None
-) -> Programs:
-    """Compiled forms for a GPU, with cuBLAS for the products: it won nearly every autotuning at these sizes.
+def graphed(function: Program) -> Program:
+    """Compiled once for all sizes, with cuBLAS for the products, and captured for each size."""
+    return torch.compile(function, mode="reduce-overhead", fullgraph=True, dynamic=True)
 
-    They are for this core's buffers, which must stay where they are.
-    """
+
+def tuned(function: Program) -> Program:
+    """Compiled for each size, with the fastest product of several for each, if it holds the network's products."""
+    if function not in (kept_body, forward_rows):
+        return graphed(function)
+    return torch.compile(function, mode="max-autotune", fullgraph=True, dynamic=False)
+
+
+def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graphed) -> Programs:
+    """The device functions in a compiled form, for this core's buffers, which must stay where they are."""
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal are not one size
     torch._dynamo.config.specialize_float = True  # ours never change; else every function is traced twice
     torch._dynamo.config.recompile_limit = VARIANTS
+    torch._dynamo.config.accumulated_recompile_limit = VARIANTS
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     _keep_in_place(core)
-    compiler = compiler or graphed
     return Programs(
         body=compiler(kept_body),
         last=compiler(kept_last),
@@ -48,10 +57,6 @@ def compiled_programs(
         advance=compiler(advance),
         padded_tokens=PADDED_TOKENS,
     )
-
-
-def graphed(function: Callable[..., None]) -> Callable[..., None]:
-    return torch.compile(function, mode="reduce-overhead", fullgraph=True, dynamic=True)
 
 
 class Made(NamedTuple):

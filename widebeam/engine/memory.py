@@ -37,6 +37,20 @@ def least_sizes(config: EngineConfig, max_context_len: int) -> PoolSizes:
     return PoolSizes(-(-tokens // config.page_size), slots)
 
 
+def require_room_for_weights(size: int, device: torch.device, utilization: float) -> None:
+    """Raises ConfigError, before anything is read, if so many bytes do not fit on the GPU."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    room = min(free, int(total * utilization))
+    if size > room:
+        raise ConfigError(
+            f"the weights take {size / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB of {device} may be used: "
+            f"{(size - room) / 2**30:.1f} GiB are missing. Choose another --device, raise --gpu-memory-utilization, or "
+            f"halve the projections by --quantization fp8"
+        )
+
+
 def measured_sizes(
     config: EngineConfig,
     model: ModelConfig,

@@ -22,11 +22,13 @@ from widebeam.engine.compile import (
     PADDED_TOKENS,
     Made,
     compiled_programs,
+    graphed,
     keep_trie_in_place,
     made_so_far,
+    tuned,
 )
 from widebeam.engine.core import Core
-from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes
+from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
 from widebeam.engine.request import SearchResult, Timing
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import WaveResult, run_wave
@@ -40,7 +42,7 @@ from widebeam.kv.context import ContextKV
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
 from widebeam.model.fp8 import wants_fp8
-from widebeam.model.weights import load_model
+from widebeam.model.weights import load_model, weight_bytes
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +67,12 @@ class Runtime:
             )
         started = time.perf_counter()
         fp8 = wants_fp8(config.quantization, model_config, self.dtype, self.device)
-        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
+        needed = weight_bytes(model_config, self.dtype, fp8=fp8)
+        require_room_for_weights(needed, self.device, config.gpu_memory_utilization)
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
         backend, self.fallbacks = make_backend(config, model_config, pages, self.dtype, self.device)
         """Slower ways taken than this device has, each kind logged once."""
+        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
         self._plans = Plans(backend)
         requests = request_rung(config.max_wave_requests)
@@ -90,7 +94,7 @@ class Runtime:
             sizes = least_sizes(config, max_context_len)
         self.core = self._with_pools(sizes)
         if self._compiles:
-            self.core.programs = compiled_programs(self.core)
+            self.core.programs = compiled_programs(self.core, tuned if config.warmup == "full" else graphed)
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
         for stops in (False, True):
             vocab_size, padded = model_config.vocab_size, self.core.programs.padded_tokens

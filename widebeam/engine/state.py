@@ -109,7 +109,7 @@ class WaveData:
     finished_B1: Tensor  # int64, finished sequences kept for each request
     join_B1: Tensor  # int64, candidates that are considered jointly = join * width (SGLang: 2; greedy: 1)
     widths_LB1: Tensor  # int64, beam width at each level; 0 past a request's last
-    length_penalty_B1: Tensor  # float32
+    length_penalty_B1: Tensor  # float64
     stop_BV: Tensor | None  # bool [B + 1, V]
     slot_base: Tensor  # int64, 0-d, first BeamKV slot of the wave
     slot_stride: Tensor  # int64, 0-d, BeamKV slots of one level

@@ -157,7 +157,7 @@ class Wave:
         widths = np.zeros((self.num_levels, B + 1), dtype=np.int64)
         for b, search in enumerate(searches):
             widths[: search.levels, b] = search.widths
-        penalty = np.ones(B + 1, dtype=np.float32)
+        penalty = np.ones(B + 1, dtype=np.float64)
         penalty[: len(searches)] = [search.length_penalty for search in searches]
         return {
             "num_requests": np.array(len(searches), dtype=np.int64),

@@ -132,7 +132,7 @@ class FlashInferPrefill:
         event.record()
 
     def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        return self._wrapper.run(q_TQD, k_TKD, v_TKD, return_lse=True)
+        return self._wrapper.run(q_TQD, k_TKD, v_TKD, out=torch.empty_like(q_TQD), return_lse=True)
 
 
 class FlashInferContext:
@@ -192,4 +192,4 @@ class FlashInferContext:
 
     def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
         pages = tuple(pool.unflatten(0, (-1, self._backend.page_size)) for pool in (k_SKD, v_SKD))
-        return self._wrapper.run(q, pages, return_lse=True)
+        return self._wrapper.run(q, pages, out=torch.empty_like(q), return_lse=True)  # else it fills zeros first

@@ -79,6 +79,22 @@ class Target(NamedTuple):
         self.scale.copy_(scale)
 
 
+def empty_model(config: ModelConfig, dtype: torch.dtype, *, fp8: bool = False) -> Qwen3:
+    """The network without storage, on the meta device."""
+    with torch.device("meta"):
+        model = Qwen3(config).to(dtype)
+    for module in model.modules():
+        if isinstance(module, Linear) and (fp8 or config.quantization == "fp8"):
+            module.hold_float8()
+    return model
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: bool = False) -> int:
+    """Memory that the network's weights take."""
+    model = empty_model(config, dtype, fp8=fp8)
+    return sum(tensor.nbytes for tensor in itertools.chain(model.parameters(), model.buffers()))
+
+
 def load_model(
     folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False
 ) -> Qwen3:
@@ -89,12 +105,7 @@ def load_model(
     Raises CheckpointError if a shard or tensor is missing, has another shape or type, or no place in this network.
     """
     stored = config.quantization == "fp8"
-    with torch.device("meta"):
-        model = Qwen3(config).to(dtype)
-    for module in model.modules():
-        if isinstance(module, Linear) and (fp8 or stored):
-            module.hold_float8()
-    model = model.to_empty(device=device)
+    model = empty_model(config, dtype, fp8=fp8).to_empty(device=device)
     model.rotary = type(model.rotary)(config.rope, config.head_dim).to(device)
     targets = _targets(model, config, stored)
     missing = set(targets)
