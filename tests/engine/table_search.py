@@ -17,6 +17,7 @@ from tests.oracle import Found, Prefix
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core
+from widebeam.engine.flight import unpack
 from widebeam.engine.search import collect, wave_data
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
@@ -56,7 +57,7 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
             if request < len(searches):
                 state.hidden_RH[row] = tables[request].row(prefix_of(state, row, level))
         advance(core, data, trie.level(level) if trie is not None else None, shape)
-    outcomes = collect(core, wave)
+    outcomes = unpack(wave.searches, *collect(core, wave).arrays())
     return [
         [Found(tuple(s.token_ids), s.cum_logprob, s.score, s.finish_reason) for s in outcome]  # type: ignore[union-attr]
         for outcome in outcomes

@@ -129,14 +129,14 @@ def test_the_largest_wave_fits_the_least_pools(checkpoint: Path) -> None:
     """What a GPU runs at start to measure its work space: all rows of a wave, on pools of the least size."""
     runtime = make_runtime(checkpoint, "cpu", max_wave_rows=100, max_wave_requests=3, beam_kv_tokens=400)
     shapes = []
-    run = search_module.run_wave
+    run = search_module.launch_wave
 
     def noting(core: Any, wave: Any, *rest: Any) -> Any:
         shapes.append((len(wave.searches), max(shape.rows_in for shape in wave.shapes)))
         return run(core, wave, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("widebeam.engine.runtime.run_wave", noting)
+        patch.setattr("widebeam.engine.runtime.launch_wave", noting)
         for slots, expected in ((400, (2, 100)), (20, (1, 24))):
             runtime._run_largest_wave(PoolSizes(16, slots + 4))
             assert shapes.pop() == expected

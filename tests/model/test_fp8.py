@@ -83,19 +83,19 @@ def test_slices_lie_as_scaled_mm_takes_them(monkeypatch: pytest.MonkeyPatch) -> 
 def test_products_on_cuda_equal_those_of_the_cpu(H: int, N: int, first: int, biased: bool) -> None:
     """To rounding to bfloat16, and to what Hopper's tensor cores lose, which keep 13 bits or so of a sum as they go."""
     torch.manual_seed(0)
-    linear = Linear(H, N, bias=biased).to(torch.bfloat16)
+    linear = Linear(1, H, N, bias=biased).to(torch.bfloat16)
     linear.hold_float8()
     values, scale = rounded(torch.randn(N, H) * torch.logspace(-2, 0, N)[:, None])
-    linear.weight.data.copy_(values)
+    linear.weight.data[0].copy_(values)
     assert linear.scale is not None
-    linear.scale.copy_(scale.t())
+    linear.scale[0].copy_(scale.t())
     if linear.bias is not None:
         linear.bias.data.normal_()
     on_cuda = copy.deepcopy(linear).cuda()
     for T in (1, 7, 127, 256, 1000):
         x, x_scale = rounded(torch.randn(T, H))
-        expected = linear.outputs(x, x_scale, first).float()
-        result = on_cuda.outputs(x.cuda(), x_scale.cuda(), first)
+        expected = linear(0, x, x_scale, first).float()
+        result = on_cuda(0, x.cuda(), x_scale.cuda(), first)
         assert result.dtype == torch.bfloat16
         summed = scaled_linear(
             x.float().abs(), x_scale, values.float().abs()[first:], scale.t()[:, first:], None, torch.float32

@@ -28,15 +28,15 @@ from widebeam.engine.compile import (
     tuned,
 )
 from widebeam.engine.core import Core
+from widebeam.engine.flight import Flight
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
-from widebeam.engine.request import SearchResult, Timing
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
-from widebeam.engine.search import WaveResult, run_wave
+from widebeam.engine.search import launch_wave
 from widebeam.engine.shapes import request_rung
 from widebeam.engine.startup import choose_device, choose_dtype, make_backend
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
-from widebeam.errors import ConfigError, DeadlineExceeded, EngineDead, RequestError
+from widebeam.errors import ConfigError
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.model.attention import Plans
@@ -155,10 +155,11 @@ class Runtime:
             log.warning("a wave had a shape that warm-up did not meet, which costs time once: %s", made)
         self._told, self._made = True, made
 
-    def run(self, jobs: list[Job], stopping: Callable[[], bool] = lambda: False) -> list[Outcome]:
-        """Search one wave: exactly one outcome for each job, with every lease released.
+    def launch(self, jobs: list[Job], stopping: Callable[[], bool] = lambda: False) -> Flight:
+        """Start one wave, without waiting for it.
 
-        `stopping` is asked between pieces of a long search; once it is true the wave ends early.
+        What it holds is free again at once: whatever takes it next runs behind this wave. `stopping` is asked between
+        pieces of a long search; once it is true the wave ends early.
         """
         started = time.monotonic()
         wave = Wave([job.search for job in jobs], self.config.max_wave_rows)
@@ -169,15 +170,15 @@ class Runtime:
         try:
             self._acquire(self.core, wave)
             trie = self._tries[wave.catalog] if wave.catalog is not None else None
-            result = run_wave(self.core, wave, trie, wanted)
+            launched = launch_wave(self.core, wave, trie, wanted)
         finally:
             self._release(self.core, wave)
         self._note_what_was_made()
-        if not result.cut_short:
-            return _outcomes(jobs, result, started)
-        if stopping():
-            return [Outcome(job, EngineDead("the engine has stopped")) for job in jobs]
-        return [Outcome(job, DeadlineExceeded("the deadline passed during the search")) for job in jobs]
+        return Flight(jobs, launched, started, stopping)
+
+    def run(self, jobs: list[Job]) -> list[Outcome]:
+        """Search one wave and wait for it: exactly one outcome for each job."""
+        return self.launch(jobs).outcomes()
 
     def check_integrity(self) -> None:
         """No page or slot may be held between waves. Raises RuntimeError."""
@@ -217,41 +218,8 @@ class Runtime:
         wave = Wave(searches[: config.max_wave_requests], config.max_wave_rows)
         try:
             self._acquire(core, wave)
-            run_wave(core, wave, None, lambda: True)
+            launch_wave(core, wave, None, lambda: True).result()
         finally:
             self._release(core, wave)
         del core
         gc.collect()
-
-
-def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outcome]:
-    """One outcome for each job of a finished wave."""
-    ended = time.monotonic()
-    outcomes = []
-    for job, sequences in zip(jobs, result.outcomes, strict=True):
-        search = job.search
-        if isinstance(sequences, RequestError):
-            outcomes.append(Outcome(job, sequences))
-            continue
-        timing = Timing(
-            queue=(started - job.submitted_at) * 1e3,
-            prefill=result.prefill_ms,
-            decode=result.decode_ms,
-            total=(ended - job.submitted_at) * 1e3,
-        )
-        outcomes.append(
-            Outcome(
-                job,
-                SearchResult(
-                    request_id=search.request_id,
-                    sequences=sequences,
-                    prompt_tokens=search.num_tokens,
-                    normalizer=search.normalizer,
-                    catalog=search.catalog.name if search.catalog else None,
-                    catalog_version=search.catalog.version if search.catalog else None,
-                    timing_ms=timing,
-                    warnings=list(job.warnings),
-                ),
-            )
-        )
-    return outcomes

@@ -1,29 +1,27 @@
-"""The whole search, top to bottom: prefill the prompts, take one level after another, bring the results home.
+"""The whole search, top to bottom: prefill the prompts, take one level after another, send the results home.
 
-Runs on the GPU thread only. Between `prefill` and `collect` nothing is read back from the device, except one flag
-after every PIECE levels of a long search.
+Launching runs on the GPU thread only and waits for nothing, except one flag after every PIECE levels of a long search;
+the results are read back by whoever waits for them. Everything lies in one stream, so that the next wave may be
+launched, and may reuse what this one held, before the device has run it.
 
 Letters: T packed prompt tokens, B requests, R rows, F finished sequences, L levels.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.core import Core
-from widebeam.engine.request import Sequence
+from widebeam.engine.flight import Clock, LaunchedWave
 from widebeam.engine.shapes import token_rung
-from widebeam.engine.staging import to_device, to_host
-from widebeam.engine.state import REASONS, PackedPrompts, WaveData
+from widebeam.engine.staging import HostCopy, to_device
+from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.engine.step import prompt_body, prompt_last
 from widebeam.engine.wave import Search, Wave
-from widebeam.errors import EngineError
 
 PIECE = 8
 """Levels that are launched without a look at whether anybody still needs them."""
@@ -31,41 +29,8 @@ GROUP_TOKENS = 20_480
 """Prompt tokens that go through the network together."""
 
 
-@dataclass
-class WaveResult:
-    """What a wave gave: for each search its sequences, best first, or why it failed."""
-
-    outcomes: list[list[Sequence] | EngineError]
-    prefill_ms: float
-    decode_ms: float
-    cut_short: bool
-    """Nobody wanted the results any more, so levels were left out: the sequences are not the search's."""
-
-
-class Clock:
-    """Moments on the device's own time line, readable once the device has passed them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[torch.cuda.Event | float] = []
-
-    def mark(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def elapsed_ms(self, first: int, last: int) -> float:
-        start, end = self._marks[first], self._marks[last]
-        if isinstance(start, float) or isinstance(end, float):
-            return (end - start) * 1e3  # type: ignore[operator]
-        return start.elapsed_time(end)
-
-
 @torch.inference_mode()
-def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[], bool]) -> WaveResult:
+def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[], bool]) -> LaunchedWave:
     """Search all requests of a wave. `wanted` is asked between pieces whether any of them still has a taker."""
     device = core.state.level.device
     clock = Clock(device)
@@ -75,12 +40,21 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
     core.state.start(data.num_requests, wave.requests)
     core.programs.advance(core, data, trie.level(0) if trie else None, wave.shapes[0])
     clock.mark()
-    cut_short = False
+    cut_short = launch_levels(core, wave, data, trie, wanted)
+    clock.mark()
+    home = collect(core, wave)
+    clock.mark()
+    return LaunchedWave(wave.searches, cut_short, clock, home)
+
+
+def launch_levels(core: Core, wave: Wave, data: WaveData, trie: DeviceTrie | None, wanted: Callable[[], bool]) -> bool:
+    """All levels but the first; whether some were left out because nobody wanted the results any more."""
     planned: tuple[int, list[int]] | None = None
     for level in range(1, wave.num_levels):
         if level % PIECE == 0:
-            cut_short = not wanted()
-            if cut_short or not bool((core.state.cum_R[: wave.shapes[level].rows_in] > -torch.inf).any()):
+            if not wanted():
+                return True
+            if not bool((core.state.cum_R[: wave.shapes[level].rows_in] > -torch.inf).any()):
                 break
         shape, rows, splits = wave.shapes[level], wave.rows(level - 1), wave.splits(level)
         plan, handle = core.plans.context(shape.requests, shape.rows_in, splits)
@@ -89,9 +63,7 @@ def run_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[
             planned = (handle, rows)
         core.programs.forward_rows(core, data, shape.rows_in, shape.rows_in * splits, shape.depth, handle)
         core.programs.advance(core, data, trie.level(level) if trie else None, shape)
-    clock.mark()
-    outcomes = collect(core, wave)
-    return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2), cut_short)
+    return False
 
 
 def launch_prompts(core: Core, wave: Wave) -> None:
@@ -171,8 +143,8 @@ def contexts(searches: list[Search]) -> tuple[list[int], list[list[int]]]:
     return [search.num_tokens for search in searches], pages
 
 
-def collect(core: Core, wave: Wave) -> list[list[Sequence] | EngineError]:
-    """Follow the finished sequences' paths through the history and bring everything back in one copy."""
+def collect(core: Core, wave: Wave) -> HostCopy:
+    """Follow the finished sequences' paths through the history and send it all home, as `flight.unpack` takes it."""
     state, L = core.state, wave.num_levels
     done = state.finished.head(wave.places, L)
     path_LF = done.path.t().long()
@@ -182,41 +154,4 @@ def collect(core: Core, wave: Wave) -> list[list[Sequence] | EngineError]:
     logprob_LF = torch.where(last_LF, done.logprob, logprob_LF)
     integers = torch.stack((done.length, done.node, done.reason)).int()
     floats = torch.stack((done.score, done.cum))
-    home = to_host([token_LF, logprob_LF, integers, floats, state.broken_B])
-    return unpack(wave.searches, *home)
-
-
-def unpack(
-    searches: list[Search],
-    token_LF: np.ndarray,
-    logprob_LF: np.ndarray,
-    integers: np.ndarray,
-    floats: np.ndarray,
-    broken_B: np.ndarray,
-) -> list[list[Sequence] | EngineError]:
-    """Host arrays -> sequences, for each search its own places; empty places (score -inf) are left out."""
-    length_F, node_F, reason_F = integers
-    score_F, cum_F = floats
-    outcomes: list[list[Sequence] | EngineError] = []
-    start = 0
-    for b, search in enumerate(searches):
-        places = range(start, start + search.num_returned)
-        start += search.num_returned
-        if broken_B[b]:
-            outcomes.append(EngineError("the model's logits are not finite numbers", code="non_finite_logits"))
-            continue
-        outcomes.append(
-            [
-                Sequence(
-                    token_ids=token_LF[: length_F[f], f].tolist(),
-                    logprobs=logprob_LF[: length_F[f], f].tolist(),
-                    cum_logprob=float(cum_F[f]),
-                    score=float(score_F[f]),
-                    finish_reason=REASONS[reason_F[f]],  # type: ignore[arg-type]
-                    node=int(node_F[f]) if search.catalog is not None else -1,
-                )
-                for f in places
-                if score_F[f] > -np.inf
-            ]
-        )
-    return outcomes
+    return HostCopy([token_LF, logprob_LF, integers, floats, state.broken_B])

@@ -1,4 +1,4 @@
-"""One copy to the device and one back, however many arrays a wave has."""
+"""One copy to the device and one back, however many arrays a wave has. Neither waits for the device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,20 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
     }
 
 
-def to_host(tensors: list[Tensor]) -> list[np.ndarray]:
-    """The tensors (4-byte types) as numpy arrays, brought over by one copy. Waits for the device."""
-    flat = torch.cat([tensor.contiguous().view(torch.int32).flatten() for tensor in tensors]).cpu().numpy()
-    arrays, start = [], 0
-    for tensor in tensors:
-        part = flat[start : start + tensor.numel()].reshape(tensor.shape)
-        arrays.append(part.view(np.float32) if tensor.dtype == torch.float32 else part)
-        start += tensor.numel()
-    return arrays
+class HostCopy:
+    """Tensors (of 4-byte types) on their way to the host in one copy, which nobody waits for yet."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        flat = torch.cat([tensor.contiguous().view(torch.int32).flatten() for tensor in tensors])
+        self._host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=flat.is_cuda)
+        self._host.copy_(flat, non_blocking=True)
+
+    def arrays(self) -> list[np.ndarray]:
+        """The tensors as numpy arrays, once the device has made the copy."""
+        flat, arrays, start = self._host.numpy(), [], 0
+        for shape, dtype in self._layout:
+            part = flat[start : start + shape.numel()].reshape(shape)
+            arrays.append(part.view(np.float32) if dtype == torch.float32 else part)
+            start += shape.numel()
+        return arrays

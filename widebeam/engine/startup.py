@@ -13,6 +13,8 @@ from widebeam.model.config import ModelConfig
 from widebeam.model.flashinfer import why_not
 
 log = logging.getLogger(__name__)
+LEAST_CAPABILITY = (7, 5)
+"""What current builds of torch and Triton are made for."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -40,6 +42,12 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
     if dtype is None:
         raise ConfigError(f"the checkpoint's dtype {name!r} is not supported: choose --dtype")
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            raise ConfigError(f"{device} is sm_{capability[0]}{capability[1]}: the GPU must be sm_75 (Turing) or later")
+        if dtype == torch.bfloat16 and capability < (8, 0):
+            raise ConfigError(f"--dtype bfloat16: {device} is older than Ampere (sm_80); choose --dtype float16")
     return dtype
 
 

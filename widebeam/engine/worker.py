@@ -1,7 +1,8 @@
 """The GPU thread: the only code that starts device work once the engine runs.
 
-It takes jobs from an inbox, lets the scheduler cut waves, runs them, and hands outcomes back a wave at a time. Whatever
-happens on it, every job that it was given gets an outcome.
+It takes jobs from an inbox, lets the scheduler cut waves and launches them; another thread waits for the device, reads
+results back and delivers them a wave at a time. The next wave is cut when the last one has left its prefill: as late as
+keeps the device busy, so that as many as possible go together. Whatever happens, every job gets an outcome.
 """
 
 from __future__ import annotations
@@ -10,20 +11,25 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
 
+from widebeam.engine.flight import Flight
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome, Scheduler
 from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, StartupError
 
 log = logging.getLogger(__name__)
 Deliver = Callable[[list[Outcome]], None]
-"""Takes the outcomes of a wave; called on the GPU thread, must not block."""
+"""Takes outcomes; called on the GPU thread and on the reader's, must not block."""
+DEPTH = 2
+"""Waves that are on the device at once: one runs, and one behind it keeps the device busy while results are read."""
 
 
 @dataclass
@@ -46,6 +52,53 @@ class Call:
             self.future.set_exception(error)
 
 
+class Step(Enum):
+    """How far the oldest wave that has not come so far has come."""
+
+    PREFILLED = auto()
+    DONE = auto()
+
+
+class Reader:
+    """A thread that waits for launched waves, in order, and delivers what they gave."""
+
+    def __init__(self, deliver: Deliver, report: Callable[[Step | Exception], None]) -> None:
+        self._deliver, self._report = deliver, report
+        self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="widebeam-reader", daemon=True)
+        self._thread.start()
+
+    def add(self, flight: Flight) -> None:
+        self._flights.put(flight)
+
+    def close(self) -> None:
+        """Block until everything added has been delivered."""
+        self._flights.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        while (flight := self._flights.get()) is not None:
+            try:
+                flight.launched.wait_for_prefill()
+                self._report(Step.PREFILLED)
+                self._deliver(self._read(flight))
+            except Exception as error:  # the device is broken, which it says when it is waited for
+                self._report(error)
+                return
+            self._report(Step.DONE)
+
+    @staticmethod
+    def _read(flight: Flight) -> list[Outcome]:
+        """The wave's outcomes; a fault in reading them fails this wave alone."""
+        try:
+            return flight.outcomes()
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            log.exception("the results of a wave of %d requests could not be read", len(flight.jobs))
+            return [Outcome(job, EngineError("the search failed; see the server's log")) for job in flight.jobs]
+
+
 class Worker:
     """A thread that owns a Runtime."""
 
@@ -53,12 +106,15 @@ class Worker:
         self._build = build
         self._deliver = deliver
         self._died = died
-        self._inbox: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | Call | Step | Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="widebeam-gpu", daemon=True)
         self.ready: Future[Runtime] = Future()
         """Set when the model is loaded, or holds the error that stopped it."""
         self._end: RequestError | None = None
-        self._running: list[Job] = []
+        self._flying: deque[list[Job]] = deque()
+        """Jobs of the waves that were launched and not delivered, oldest first."""
+        self._prefilling = 0
+        """How many of those waves have not left their prefill."""
         self._stopping = threading.Event()
         self.waves = 0
         self.out_of_memory = 0
@@ -98,52 +154,71 @@ class Worker:
             ready.fail(error)
             return
         scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]))
+        reader = Reader(self._deliver, self._inbox.put)
         ready.run(runtime)
         try:
-            self._loop(runtime, scheduler)
+            self._loop(runtime, scheduler, reader)
+            reader.close()
+            self._end = EngineDead("the engine has stopped")
         except BaseException:
             log.exception("the GPU thread died")
             self._end = EngineDead("the GPU thread died")
             self._died()
-        else:
-            self._end = EngineDead("the engine has stopped")
-        if jobs := self._running + scheduler.clear():
+            self._deliver([Outcome(job, self._end) for jobs in self._flying for job in jobs])
+        if jobs := scheduler.clear():
             self._deliver([Outcome(job, self._end) for job in jobs])
         self._answer_if_ended()
 
-    def _loop(self, runtime: Runtime, scheduler: Scheduler) -> None:
-        """Waves until told to stop. Waits on the inbox only when there is nothing to run."""
+    def _loop(self, runtime: Runtime, scheduler: Scheduler, reader: Reader) -> None:
+        """Waves until told to stop. Waits on the inbox only while nothing may be launched."""
         while True:
-            while not (len(scheduler) and self._inbox.empty()):
+            while not (len(scheduler) and self._has_room and self._inbox.empty()):
                 message = self._inbox.get()
                 if message is None:
                     return
+                if isinstance(message, Exception):
+                    raise message
                 if isinstance(message, Job):
                     scheduler.add(message)
-                else:
+                elif isinstance(message, Call):
                     message.run(runtime)
-            self._running = scheduler.next_wave(time.monotonic())
-            if self._running:
-                outcomes = self._run(runtime, self._running)
-                self._running = []
-                self._deliver(outcomes)
+                elif message is Step.PREFILLED:
+                    self._prefilling -= 1
+                else:
+                    self._flying.popleft()
+            jobs = scheduler.next_wave(time.monotonic())
+            if jobs:
+                self._launch(runtime, jobs, reader)
 
-    def _run(self, runtime: Runtime, jobs: list[Job]) -> list[Outcome]:
-        """One wave. Running out of memory fails the wave alone; a broken device ends the thread."""
+    @property
+    def _has_room(self) -> bool:
+        """Whether another wave may be launched."""
+        return not self._prefilling and len(self._flying) < DEPTH
+
+    def _launch(self, runtime: Runtime, jobs: list[Job], reader: Reader) -> None:
+        """Start one wave. Running out of memory fails the wave alone; a broken device ends the thread."""
         self.waves += 1
+        self._flying.append(jobs)
         try:
-            return runtime.run(jobs, self._stopping.is_set)
+            flight = runtime.launch(jobs, self._stopping.is_set)
         except torch.OutOfMemoryError:
             self.out_of_memory += 1
             log.error("a wave of %d requests ran out of memory", len(jobs))
             torch.cuda.empty_cache()
-            failure: RequestError = OutOfMemory("the GPU ran out of memory", retry_after_s=1.0)
+            self._fail(jobs, OutOfMemory("the GPU ran out of memory", retry_after_s=1.0))
         except torch.AcceleratorError:
             raise
         except Exception:
             log.exception("a wave of %d requests failed", len(jobs))
-            failure = EngineError("the search failed; see the server's log")
-        return [Outcome(job, failure) for job in jobs]
+            self._fail(jobs, EngineError("the search failed; see the server's log"))
+        else:
+            self._prefilling += 1
+            reader.add(flight)
+
+    def _fail(self, jobs: list[Job], failure: RequestError) -> None:
+        """Give up the wave launched last."""
+        self._flying.pop()
+        self._deliver([Outcome(job, failure) for job in jobs])
 
     def _answer_if_ended(self) -> None:
         """Fail what lies in the inbox of an ended thread. Both sides call it, so that nothing is left between them."""
@@ -154,5 +229,5 @@ class Worker:
                 return
             if isinstance(message, Job):
                 self._deliver([Outcome(message, self._end)])
-            elif message is not None:
+            elif isinstance(message, Call):
                 message.fail(self._end)

@@ -1,0 +1,193 @@
+"""When the GPU thread launches, on a device that only moves when told: a CPU would have run each wave at its launch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from widebeam.engine.scheduler import Job, Outcome, WaveLimits
+from widebeam.engine.wave import Search
+from widebeam.engine.worker import DEPTH, Worker
+from widebeam.errors import EngineDead, EngineError, OutOfMemory
+
+LIMITS = WaveLimits(requests=4, tokens=1000, rows=1000, context_pages=1000, beam_slots=10_000, page_size=16)
+
+
+class Wave:
+    """A launched wave whose progress the test decides."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self.jobs = jobs
+        self.prefilled, self.done = threading.Event(), threading.Event()
+        self.fault: Exception | None = None
+        self.launched = SimpleNamespace(wait_for_prefill=lambda: self.prefilled.wait(20))
+
+    def outcomes(self) -> list[Outcome]:
+        assert self.done.wait(20)
+        if self.fault is not None:
+            raise self.fault
+        return [Outcome(job, f"result of {job.search.request_id}") for job in self.jobs]  # type: ignore[arg-type]
+
+    def finish(self, fault: Exception | None = None) -> None:
+        self.fault = fault
+        self.prefilled.set()
+        self.done.set()
+
+
+class Bench:
+    """A worker over such a device, with everything that it delivers."""
+
+    def __init__(self) -> None:
+        self.waves: list[Wave] = []
+        self.outcomes: dict[str, Any] = {}
+        self.launch_fault: BaseException | None = None
+        self.dead = threading.Event()
+        runtime: Any = SimpleNamespace(limits=LIMITS, launch=self._launch)
+        self.worker = Worker(lambda: runtime, self._deliver, self.dead.set)
+        self.worker.start()
+        self.worker.ready.result(20)
+
+    def _launch(self, jobs: list[Job], stopping: Callable[[], bool]) -> Any:
+        if self.launch_fault is not None:
+            fault, self.launch_fault = self.launch_fault, None
+            raise fault
+        self.waves.append(Wave(jobs))
+        return self.waves[-1]
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            self.outcomes.setdefault(outcome.job.search.request_id, outcome.result)
+
+    def submit(self, *names: str) -> None:
+        for name in names:
+            search = Search(name, np.zeros(3, dtype=np.int32), (4, 4), 4, None, "vocab", 1, (), 1.0)
+            self.worker.submit(Job(search, time.monotonic(), None))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        limit = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < limit, "nothing happens any more"
+            time.sleep(0.001)
+
+    def settled(self) -> None:
+        """Until the worker has looked at everything that was sent to it."""
+        self.worker.call(lambda _: None).result(20)
+
+    def names(self, wave: int) -> list[str]:
+        return [job.search.request_id for job in self.waves[wave].jobs]
+
+
+@pytest.fixture
+def bench() -> Any:
+    bench = Bench()
+    yield bench
+    for wave in bench.waves:
+        wave.finish()
+    bench.worker.stop()
+    bench.worker.join()
+
+
+def test_the_next_wave_is_cut_when_the_last_has_left_its_prefill(bench: Bench) -> None:
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.submit("b", "c")
+    bench.settled()
+    assert len(bench.waves) == 1, "a wave was cut although company may still come"
+    bench.submit("d")
+    bench.settled()
+    bench.waves[0].prefilled.set()
+    bench.until(lambda: len(bench.waves) == 2)
+    assert bench.names(1) == ["b", "c", "d"]
+    assert not bench.outcomes, "the first wave is still running its levels"
+
+
+def test_no_more_than_two_waves_are_on_the_device(bench: Bench) -> None:
+    for count, name in enumerate("abcde", start=1):
+        bench.submit(name)
+        bench.until(lambda count=count: len(bench.waves) == min(count, DEPTH))
+        if len(bench.waves) == count:
+            bench.waves[-1].prefilled.set()
+        bench.settled()
+    assert len(bench.waves) == DEPTH
+    bench.waves[0].finish()
+    bench.until(lambda: len(bench.waves) == DEPTH + 1)
+    assert bench.names(DEPTH) == ["c", "d", "e"]
+
+
+def test_results_come_in_order_and_once(bench: Bench) -> None:
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.waves[0].prefilled.set()
+    bench.submit("b")
+    bench.until(lambda: len(bench.waves) == 2)
+    bench.waves[1].finish()
+    bench.settled()
+    assert not bench.outcomes
+    bench.waves[0].finish()
+    bench.until(lambda: len(bench.outcomes) == 2)
+    assert bench.outcomes == {"a": "result of a", "b": "result of b"}
+
+
+def test_a_wave_that_cannot_be_launched_fails_alone(bench: Bench) -> None:
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.waves[0].prefilled.set()
+    for name, fault, kind in (("b", torch.OutOfMemoryError(), OutOfMemory), ("c", ValueError("boom"), EngineError)):
+        bench.launch_fault = fault
+        bench.submit(name)
+        bench.until(lambda name=name: name in bench.outcomes)
+        assert isinstance(bench.outcomes[name], kind)
+    bench.submit("d")
+    bench.until(lambda: len(bench.waves) == 2)
+    for wave in bench.waves:
+        wave.finish()
+    bench.until(lambda: len(bench.outcomes) == 4)
+    assert bench.outcomes["a"] == "result of a" and bench.outcomes["d"] == "result of d"
+
+
+def test_results_that_cannot_be_read_fail_their_wave_alone(bench: Bench) -> None:
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.waves[0].finish(ValueError("boom"))
+    bench.until(lambda: "a" in bench.outcomes)
+    assert isinstance(bench.outcomes["a"], EngineError) and "boom" not in str(bench.outcomes["a"])
+    bench.submit("b")
+    bench.until(lambda: len(bench.waves) == 2)
+    bench.waves[1].finish()
+    bench.until(lambda: "b" in bench.outcomes)
+    assert bench.outcomes["b"] == "result of b"
+
+
+def test_a_broken_device_answers_everybody(bench: Bench) -> None:
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.waves[0].prefilled.set()
+    bench.submit("b")
+    bench.until(lambda: len(bench.waves) == 2)
+    bench.submit("c")
+    bench.settled()
+    bench.waves[0].finish(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    bench.until(lambda: len(bench.outcomes) == 3)
+    assert bench.dead.is_set()
+    assert all(isinstance(outcome, EngineDead) for outcome in bench.outcomes.values())
+    bench.submit("d")
+    assert isinstance(bench.outcomes["d"], EngineDead)
+
+
+def test_stopping_lets_launched_waves_end(bench: Bench) -> None:
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.submit("b")
+    bench.settled()
+    bench.worker.stop()
+    bench.waves[0].finish()
+    bench.worker.join()
+    assert bench.outcomes["a"] == "result of a"
+    assert isinstance(bench.outcomes["b"], EngineDead)

@@ -1,0 +1,169 @@
+"""A wave between its launch and its outcomes: what is waited for, and how results are read.
+
+Letters: L levels, F finished sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from widebeam.engine.request import SearchResult, Sequence, Timing
+from widebeam.engine.scheduler import Job, Outcome
+from widebeam.engine.staging import HostCopy
+from widebeam.engine.state import REASONS
+from widebeam.engine.wave import Search
+from widebeam.errors import DeadlineExceeded, EngineDead, EngineError, RequestError
+
+
+@dataclass
+class WaveResult:
+    """What a wave gave: for each search its sequences, best first, or why it failed."""
+
+    outcomes: list[list[Sequence] | EngineError]
+    prefill_ms: float
+    decode_ms: float
+    cut_short: bool
+    """Nobody wanted the results any more, so levels were left out: the sequences are not the search's."""
+
+
+class Clock:
+    """Moments on the device's own time line: to be waited for, and to be told apart once they have passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[torch.cuda.Event | float] = []
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits for it sleeps
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def wait(self, place: int) -> None:
+        """Until the device has passed a mark."""
+        event = self._marks[place]
+        if not isinstance(event, float):
+            event.synchronize()
+
+    def elapsed_ms(self, first: int, last: int) -> float:
+        start, end = self._marks[first], self._marks[last]
+        if isinstance(start, float) or isinstance(end, float):
+            return (end - start) * 1e3  # type: ignore[operator]
+        return start.elapsed_time(end)
+
+
+@dataclass
+class LaunchedWave:
+    """A wave that the device has yet to run."""
+
+    searches: list[Search]
+    cut_short: bool
+    _clock: Clock
+    _home: HostCopy
+
+    def wait_for_prefill(self) -> None:
+        """Until the device has run the prompts: only the levels are left."""
+        self._clock.wait(1)
+
+    def result(self) -> WaveResult:
+        """Wait for the device and read what the wave gave."""
+        self._clock.wait(3)
+        outcomes = unpack(self.searches, *self._home.arrays())
+        clock = self._clock
+        return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2), self.cut_short)
+
+
+@dataclass(eq=False)
+class Flight:
+    """The jobs of a launched wave. Whoever holds it, on whatever thread, waits for the device alone."""
+
+    jobs: list[Job]
+    launched: LaunchedWave
+    started: float
+    """When launching began, monotonic seconds."""
+    stopping: Callable[[], bool]
+
+    def outcomes(self) -> list[Outcome]:
+        """Wait for the device: exactly one outcome for each job. Raises torch.AcceleratorError if the device broke."""
+        result = self.launched.result()
+        if not result.cut_short:
+            return _outcomes(self.jobs, result, self.started)
+        if self.stopping():
+            return [Outcome(job, EngineDead("the engine has stopped")) for job in self.jobs]
+        return [Outcome(job, DeadlineExceeded("the deadline passed during the search")) for job in self.jobs]
+
+
+def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outcome]:
+    """One outcome for each job of a finished wave."""
+    ended = time.monotonic()
+    outcomes = []
+    for job, sequences in zip(jobs, result.outcomes, strict=True):
+        search = job.search
+        if isinstance(sequences, RequestError):
+            outcomes.append(Outcome(job, sequences))
+            continue
+        timing = Timing(
+            queue=(started - job.submitted_at) * 1e3,
+            prefill=result.prefill_ms,
+            decode=result.decode_ms,
+            total=(ended - job.submitted_at) * 1e3,
+        )
+        outcomes.append(
+            Outcome(
+                job,
+                SearchResult(
+                    request_id=search.request_id,
+                    sequences=sequences,
+                    prompt_tokens=search.num_tokens,
+                    normalizer=search.normalizer,
+                    catalog=search.catalog.name if search.catalog else None,
+                    catalog_version=search.catalog.version if search.catalog else None,
+                    timing_ms=timing,
+                    warnings=list(job.warnings),
+                ),
+            )
+        )
+    return outcomes
+
+
+def unpack(
+    searches: list[Search],
+    token_LF: np.ndarray,
+    logprob_LF: np.ndarray,
+    integers: np.ndarray,
+    floats: np.ndarray,
+    broken_B: np.ndarray,
+) -> list[list[Sequence] | EngineError]:
+    """Host arrays -> sequences, for each search its own places; empty places (score -inf) are left out."""
+    length_F, node_F, reason_F = integers
+    score_F, cum_F = floats
+    outcomes: list[list[Sequence] | EngineError] = []
+    start = 0
+    for b, search in enumerate(searches):
+        places = range(start, start + search.num_returned)
+        start += search.num_returned
+        if broken_B[b]:
+            outcomes.append(EngineError("the model's logits are not finite numbers", code="non_finite_logits"))
+            continue
+        outcomes.append(
+            [
+                Sequence(
+                    token_ids=token_LF[: length_F[f], f].tolist(),
+                    logprobs=logprob_LF[: length_F[f], f].tolist(),
+                    cum_logprob=float(cum_F[f]),
+                    score=float(score_F[f]),
+                    finish_reason=REASONS[reason_F[f]],  # type: ignore[arg-type]
+                    node=int(node_F[f]) if search.catalog is not None else -1,
+                )
+                for f in places
+                if score_F[f] > -np.inf
+            ]
+        )
+    return outcomes
