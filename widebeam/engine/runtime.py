@@ -30,6 +30,7 @@ from widebeam.engine.compile import (
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Flight
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
+from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import launch_wave
 from widebeam.engine.shapes import request_rung
@@ -96,11 +97,8 @@ class Runtime:
         if self._compiles:
             self.core.programs = compiled_programs(self.core, tuned if config.warmup == "full" else graphed)
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
-        for stops in (False, True):
-            vocab_size, padded = model_config.vocab_size, self.core.programs.padded_tokens
-            self._warm_up(
-                warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, padded, stops=stops)
-            )
+        vocab_size, padded = model_config.vocab_size, self.core.programs.padded_tokens
+        self._warm_up(warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, padded))
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
@@ -128,8 +126,10 @@ class Runtime:
             if self._compiles:
                 keep_trie_in_place(trie)
             self._tries[catalog] = trie
-            limits, widest = self.limits, self.config.max_beam_width
-            self._warm_up(warmup.catalog_waves(limits, widest, self._model_config.vocab_size, catalog))
+            normalizers: tuple[Normalizer, ...] = ("level", "legal", "vocab")
+            used = normalizers if self.config.warmup == "full" else normalizers[:1]
+            limits, vocab_size = self.limits, self._model_config.vocab_size
+            self._warm_up(warmup.catalog_waves(limits, self.config.max_beam_width, vocab_size, catalog, used))
 
     def _warm_up(self, waves: Iterable[list[Search]]) -> None:
         """Run these waves, so that what they need is compiled and captured; from then on, more is a fallback."""
@@ -214,7 +214,7 @@ class Runtime:
         core = self._with_pools(sizes)
         rows = min(config.max_wave_rows, sizes.beam_slots)
         tokens = min(max(config.max_wave_tokens, self._max_context_len), sizes.context_pages * config.page_size)
-        searches = warmup.wave(rows, config.max_beam_width, tokens, vocab_size, levels=2, stops=True)
+        searches = warmup.wave(rows, config.max_beam_width, tokens, vocab_size, levels=(2,), stops=True)
         wave = Wave(searches[: config.max_wave_requests], config.max_wave_rows)
         try:
             self._acquire(core, wave)

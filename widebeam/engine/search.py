@@ -54,14 +54,14 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, trie: DeviceTrie | Non
         if level % PIECE == 0:
             if not wanted():
                 return True
-            if not bool((core.state.cum_R[: wave.shapes[level].rows_in] > -torch.inf).any()):
+            if not bool((core.state.cum_R[: wave.decoded(level)] > -torch.inf).any()):
                 break
-        shape, rows, splits = wave.shapes[level], wave.rows(level - 1), wave.splits(level)
-        plan, handle = core.plans.context(shape.requests, shape.rows_in, splits)
-        if planned != (handle, rows):
-            plan.plan(rows, *contexts(wave.searches))
-            planned = (handle, rows)
-        core.programs.forward_rows(core, data, shape.rows_in, shape.rows_in * splits, shape.depth, handle)
+        shape, widths, rows, splits = wave.shapes[level], wave.rows(level - 1), wave.decoded(level), wave.splits(level)
+        plan, handle = core.plans.context(shape.requests, rows, splits)
+        if planned != (handle, widths):
+            plan.plan(widths, *contexts(wave.searches))
+            planned = (handle, widths)
+        core.programs.forward_rows(core, data, rows, rows * splits, shape.depth, handle)
         core.programs.advance(core, data, trie.level(level) if trie else None, shape)
     return False
 

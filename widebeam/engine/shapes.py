@@ -23,7 +23,7 @@ class LevelShape(NamedTuple):
     requests: int
     """B, requests in the wave, padded."""
     rows_in: int
-    """R, rows whose children are candidates: beams, or the prompts themselves at level 0."""
+    """R, places of rows whose children are candidates: beams, or the prompts themselves at level 0."""
     rows_out: int
     """Places for the next level's rows; 0 at the last level."""
     finished: int

@@ -103,7 +103,7 @@ class Wave:
         self.has_stops = any(search.stop_token_ids for search in searches)
         self.beam_lease: BeamLease | None = None
         self.shapes = [self._shape(level) for level in range(self.num_levels)]
-        self.stride = max((0, *(shape.rows_in for shape in self.shapes[1:])))
+        self.stride = max((0, *(self.decoded(level) for level in range(1, self.num_levels))))
 
     @property
     def beam_slots(self) -> int:
@@ -114,9 +114,13 @@ class Wave:
         """Live rows of each request after `level`: those that go on to the next one."""
         return [search.widths[level] if level < search.levels - 1 else 0 for search in self.searches]
 
+    def decoded(self, level: int) -> int:
+        """Rows that the network runs on at a level >= 1, padded: those that can be live."""
+        return rung(sum(self.rows(level - 1)), self.max_rows)
+
     def splits(self, level: int) -> int:
         """Parts in which attention cuts each context at that level."""
-        return context_splits(self.shapes[level].rows_in, min(search.num_tokens for search in self.searches))
+        return context_splits(self.decoded(level), min(search.num_tokens for search in self.searches))
 
     def _shape(self, level: int) -> LevelShape:
         catalog = self.catalog
@@ -125,7 +129,7 @@ class Wave:
         candidates, ranked = self._candidates(level)
         return LevelShape(
             requests=self.requests,
-            rows_in=self.requests if level == 0 else rung(sum(self.rows(level - 1)), self.max_rows),
+            rows_in=self.requests if level == 0 else self.places,
             rows_out=self.places if going_on else 0,
             finished=self.places,
             depth=depth_rung(level),
@@ -154,7 +158,7 @@ class Wave:
         def column(values: list[int], dtype: type = np.int64) -> np.ndarray:
             return np.array(values + [0] * (B + 1 - len(values)), dtype=dtype)
 
-        widths = np.zeros((self.num_levels, B + 1), dtype=np.int64)
+        widths = np.zeros((depth_rung(self.num_levels), B + 1), dtype=np.int64)
         for b, search in enumerate(searches):
             widths[: search.levels, b] = search.widths
         penalty = np.ones(B + 1, dtype=np.float64)
