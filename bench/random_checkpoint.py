@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 SHAPES = {
     # hidden, layers, query heads, kv heads, intermediate, tied head
+    "qwen3-tiny": (256, 4, 4, 2, 512, True),  # not one of Qwen's: small enough for tens of thousands of requests
     "qwen3-0.6b": (1024, 28, 16, 8, 3072, True),
     "qwen3-1.7b": (2048, 28, 16, 8, 6144, True),
     "qwen3-4b": (2560, 36, 32, 8, 9728, True),

@@ -1,9 +1,11 @@
 """Many /generate requests against a real server: does each one answer, and does memory stay where it is?
 
     python bench/soak.py CHECKPOINT --requests 100 --context 5000 --width 256 --tokens 3 [--save FILE] [-- serve flags]
+    python bench/soak.py CHECKPOINT --vary --requests 10000 --concurrency 32 --context 2000 -- --catalog items.parquet
 
 Starts `widebeam serve CHECKPOINT`, sends random token ids from a fixed seed, reads back what SGLang clients read, and
-reports latency and the memory of the server process (on a GPU: of the device) at the start and along the way.
+reports latency, fallbacks, and the memory of the server process (on a GPU: of the device) along the way. With --vary,
+context, width and tokens are random up to the values given; with a catalog served, half the requests go without it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 
 from widebeam.client import AsyncClient
@@ -62,6 +65,13 @@ async def start_server(arguments: argparse.Namespace) -> tuple[asyncio.subproces
     raise SystemExit(f"the server ended with status {await process.wait()}")
 
 
+async def fallback_count(url: str) -> float:
+    """What the server's metrics say of slower ways taken."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("widebeam_fallbacks_total"))
+
+
 async def soak(arguments: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
     """Send all requests, `concurrency` at a time; check every answer."""
     rng = np.random.default_rng(0)
@@ -70,32 +80,41 @@ async def soak(arguments: argparse.Namespace, url: str, pid: int) -> dict[str, A
     memory: list[int] = []
     kind = "rss"
 
-    async def one(client: AsyncClient, prompt: list[int]) -> None:
+    catalog = "--catalog" in arguments.serve
+
+    def drawn(most: int, least: int = 1) -> int:
+        return int(rng.integers(least, most + 1)) if arguments.vary else most
+
+    async def one(client: AsyncClient, place: int) -> None:
         nonlocal kind
+        prompt = rng.integers(0, arguments.vocab, drawn(arguments.context)).tolist()
+        width, tokens = drawn(arguments.width, 2), drawn(arguments.tokens)  # a width of one is greedy text
+        free = {"catalog": "none"} if catalog and arguments.vary and place % 2 else {}
         async with gate:
             sent = time.perf_counter()
-            answer = await client.generate(
-                input_ids=prompt,
-                sampling_params={
-                    "beam_width": arguments.width, "n": arguments.width, "max_new_tokens": arguments.tokens,
-                    "ignore_eos": True,
-                },
-            )  # fmt: skip
+            params = {"beam_width": width, "n": width, "ignore_eos": True}
+            if free or not catalog:
+                params["max_new_tokens"] = tokens
+            answer = await client.generate(input_ids=prompt, sampling_params=params, **free)
             latencies.append((time.perf_counter() - sent) * 1e3)
         beams = answer["meta_info"]["beam_results"]
         sequences = {tuple(beam["output_ids"]) for beam in beams}
-        assert len(sequences) == arguments.width, f"{len(sequences)} distinct beams of {arguments.width}"
-        assert all(len(sequence) == arguments.tokens for sequence in sequences)
-        kind, used = device_memory(pid)
-        memory.append(used)
+        assert len(sequences) == len(beams), "the same beam came twice"
+        if free or not catalog:
+            assert len(sequences) == width, f"{len(sequences)} distinct beams of {width}"
+            assert all(len(sequence) == tokens for sequence in sequences)
+        if place % max(1, arguments.requests // 100) == 0:
+            kind, used = await asyncio.to_thread(device_memory, pid)
+            memory.append(used)
 
-    prompts = [rng.integers(0, arguments.vocab, arguments.context).tolist() for _ in range(arguments.requests)]
     async with AsyncClient(url, timeout=600) as client:
-        await one(client, prompts[0])
-        await asyncio.gather(*(one(client, prompt) for prompt in prompts))
+        await one(client, 0)
+        await asyncio.gather(*(one(client, place) for place in range(arguments.requests)))
+        fallbacks = await fallback_count(url)
     latencies.sort()
     return {
         "answered": len(latencies),
+        "fallbacks": fallbacks,
         "latency_ms": {
             "median": statistics.median(latencies), "p90": latencies[int(len(latencies) * 0.9)], "max": latencies[-1]
         },
@@ -127,6 +146,7 @@ if __name__ == "__main__":
     parser.add_argument("--context", type=int, default=5000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=3)
+    parser.add_argument("--vary", action="store_true", help="random lengths and widths, with and without the catalog")
     parser.add_argument("--vocab", type=int, default=50_000, help="prompts are drawn from token ids below this")
     parser.add_argument("--save", type=Path)
     own, _, serve = " ".join(sys.argv[1:]).partition(" -- ")  # what follows -- is for `widebeam serve`
