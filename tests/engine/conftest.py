@@ -1,4 +1,4 @@
-"""After every engine of a test: nothing may be held when it is left."""
+"""After every engine of a test: nothing may be held when it is left. Threads of tiny waves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from widebeam import Engine
 
@@ -25,3 +26,12 @@ def engines_leave_nothing_behind() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "__aexit__", checked)
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For hundreds of tiny waves, in which threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

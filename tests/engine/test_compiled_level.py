@@ -17,7 +17,8 @@ from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import search as search_module
-from widebeam.engine.compile import compiled_programs
+from widebeam.engine.compile import EAGER, compiled_programs
+from widebeam.engine.core import Programs
 from widebeam.engine.memory import PoolSizes
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
@@ -26,6 +27,7 @@ from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_runtime(checkpoint: Path, device: str, **settings: Any) -> Runtime:
@@ -53,34 +55,37 @@ def make_jobs(catalog: Catalog | None, normalizer: Any, stops: tuple[int, ...]) 
     return jobs
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.fixture(scope="module", params=DEVICES)
+def traced(request: pytest.FixtureRequest, checkpoint: Path, catalog_file: Path) -> tuple[Runtime, Catalog, Programs]:
+    """A runtime, and its functions as the compiler traces them; what is traced serves all tests."""
+    runtime = make_runtime(checkpoint, request.param)
+    catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
+    runtime.add_catalog(catalog)
+    torch._dynamo.reset()
+
+    def trace(function: Any) -> Any:
+        return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    return runtime, catalog, compiled_programs(runtime.core, trace)
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
 @pytest.mark.parametrize(
     ("constrained", "normalizer", "stops"),
     [(True, "level", ()), (True, "legal", ()), (True, "vocab", ()), (False, "vocab", ()), (False, "vocab", (2, 20))],
 )
 def test_a_level_traces_whole_and_gives_the_same(
-    checkpoint: Path, catalog_file: Path, device: str, padded: bool, constrained: bool, normalizer: Any,
+    traced: tuple[Runtime, Catalog, Programs], padded: bool, constrained: bool, normalizer: Any,
     stops: tuple[int, ...],
 ) -> None:  # fmt: skip
-    runtime = make_runtime(checkpoint, device)
-    catalog = None
-    if constrained:
-        tokenizer = Tokenizer(checkpoint)
-        catalog = Catalog.load(catalog_file, token_id=tokenizer.token_id)
-        runtime.add_catalog(catalog)
+    runtime, catalog, programs = traced
 
     def results() -> Any:
-        outcomes = runtime.run(make_jobs(catalog, normalizer, stops))
+        outcomes = runtime.run(make_jobs(catalog if constrained else None, normalizer, stops))
         return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in outcomes]  # type: ignore[union-attr]
 
+    runtime.core.programs = EAGER
     eager = results()
-    torch._dynamo.reset()
-
-    def traced(function: Any) -> Any:
-        return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-
-    programs = compiled_programs(runtime.core, traced)
     runtime.core.programs = programs if padded else replace(programs, padded_tokens=0)
     for one, two in zip(eager, results(), strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two]
@@ -138,6 +143,6 @@ def test_the_largest_wave_fits_the_least_pools(checkpoint: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("widebeam.engine.runtime.launch_wave", noting)
         for slots, expected in ((400, (2, 100)), (20, (1, 24))):
-            runtime._run_largest_wave(PoolSizes(16, slots + 4))
+            runtime._run_largest_waves(PoolSizes(16, slots + 4))
             assert shapes.pop() == expected
     runtime.check_integrity()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from widebeam.model.attention import BACKENDS, Plans, context_attention, prefill_attention
 from widebeam.model.config import ModelConfig, RopeConfig
-from widebeam.model.flashinfer import why_not
+from widebeam.model.flashinfer import FlashInferBackend, why_not
 from widebeam.model.ops import merge_beams
 
 Q, K, S = 4, 2, 4
@@ -129,6 +130,65 @@ def test_opcheck(name: str, device: str, dtype: torch.dtype, D: int, eps: float)
     torch.library.opcheck(prefill_attention, (q, k, v, prefill_handle))
     torch.library.opcheck(prefill_attention, (q, k, strided, prefill_handle))
     torch.library.opcheck(context_attention, (q, pool, pool.clone(), context_handle))
+
+
+def failing(kernels: set[str], real: Any) -> Any:
+    """`FlashInferBackend._try` where some kernels do not build."""
+
+    def attempt(backend: FlashInferBackend) -> None:
+        if backend.kernel in kernels:
+            raise FileNotFoundError(f"no nvcc for {backend.kernel}\n" + "what a compiler prints\n" * 100)
+        real(backend)
+
+    return attempt
+
+
+def test_kernels_are_tried_in_order(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Each that fails counts and is named, in one line; where none is left, the backend refuses."""
+    arguments = (CONFIG, S, 64, torch.bfloat16, torch.device("cpu"))
+    cases = (((9, 0), set[str](), "fa3", 0), ((9, 0), {"fa3"}, "fa2", 1), ((8, 0), {"fa3"}, "fa2", 0))
+    for capability, broken, kernel, count in cases:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, now=capability: now)
+        monkeypatch.setattr(FlashInferBackend, "_try", failing(broken, lambda _: None))
+        caplog.clear()
+        backend = FlashInferBackend(*arguments)
+        assert backend.kernel == kernel and backend.fallbacks == len(caplog.records) == count
+        assert all("no nvcc" in text and "a compiler prints" not in text for text in caplog.messages)
+    monkeypatch.setattr(FlashInferBackend, "_try", failing({"fa2", "fa3"}, lambda _: None))
+    with pytest.raises(RuntimeError, match=r"\(fa2\) builds and runs here"):
+        FlashInferBackend(*arguments)
+
+
+@gpu
+@pytest.mark.timeout(600)  # kernels are built where none are cached
+def test_the_next_kernels_serve_where_the_first_do_not_build(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cuda")
+    config = msgspec.structs.replace(CONFIG, head_dim=128)
+    if reason := why_not(config, torch.bfloat16, device):
+        pytest.skip(reason)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("there is one kind of kernels alone")
+    monkeypatch.setattr(FlashInferBackend, "_try", failing({"fa3"}, FlashInferBackend._try))
+    backend = FlashInferBackend(config, S, 64, torch.bfloat16, device)
+    assert (backend.kernel, backend.fallbacks) == ("fa2", 1)
+    assert len(caplog.records) == 1 and "fa3" in caplog.text
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, heads, 128, device=device, dtype=torch.bfloat16) for heads in (Q, K, K))
+    plan = backend.prefill_plan(2, None)
+    plan.plan([3], 3)
+    out, lse = plan.run(q, k, v)
+    context = backend.context_plan(2, 3, 1)
+    context.plan([3], [6], [[2, 1]])
+    pool = torch.randn(3 * S, K, 128, device=device, dtype=torch.bfloat16)
+    beams, _ = context.run(q, pool, pool)
+    keys = pool.unflatten(0, (-1, S))[[2, 1]].flatten(0, 1)[:6]
+    for row in range(3):
+        expected, expected_lse = naive(q[row], k[: row + 1], v[: row + 1])
+        close(out[row], expected, 2e-2)
+        close(lse[row] * backend.lse_scale, expected_lse, 2e-2)
+        close(beams[row], naive(q[row], keys, keys)[0], 2e-2)
 
 
 def test_a_plan_lives_as_long_as_its_owner() -> None:

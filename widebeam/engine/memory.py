@@ -57,10 +57,10 @@ def measured_sizes(
     max_context_len: int,
     dtype: torch.dtype,
     device: torch.device,
-    largest_wave: Callable[[PoolSizes], None],
+    largest_waves: Callable[[PoolSizes], None],
     graphs: bool,
 ) -> PoolSizes:
-    """Run `largest_wave` on the least pools, then give the context pool what memory is left. Raises ConfigError.
+    """Run `largest_waves` on the least pools, then give the context pool what memory is left. Raises ConfigError.
 
     With `graphs` the work space counts twice: what they captured is theirs alone.
     """
@@ -70,7 +70,7 @@ def measured_sizes(
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)
     try:
-        largest_wave(least)
+        largest_waves(least)
     except torch.OutOfMemoryError:
         raise ConfigError(
             "the largest wave does not fit beside the weights: lower --max-wave-tokens, --max-wave-rows, "

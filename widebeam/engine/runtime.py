@@ -32,7 +32,7 @@ from widebeam.engine.flight import Flight
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
-from widebeam.engine.search import launch_wave
+from widebeam.engine.search import GROUP_TOKENS, launch_wave
 from widebeam.engine.shapes import request_rung
 from widebeam.engine.startup import choose_device, choose_dtype, make_backend
 from widebeam.engine.state import BeamState
@@ -88,7 +88,7 @@ class Runtime:
                 max_context_len,
                 self.dtype,
                 self.device,
-                self._run_largest_wave,
+                self._run_largest_waves,
                 graphs=self._compiles,
             )
         else:
@@ -109,7 +109,10 @@ class Runtime:
     @property
     def limits(self) -> WaveLimits:
         """What one wave may hold."""
-        config, core = self.config, self.core
+        return self._limits_of(self.core)
+
+    def _limits_of(self, core: Core) -> WaveLimits:
+        config = self.config
         return WaveLimits(
             requests=config.max_wave_requests,
             tokens=config.max_wave_tokens,
@@ -141,7 +144,7 @@ class Runtime:
             list(waves), desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
         ):
             for _ in range(warmup.TIMES):
-                self.run([Job(search, time.monotonic(), None) for search in searches[: self.config.max_wave_requests]])
+                self.run([Job(search, time.monotonic(), None) for search in searches])
             count += 1
         self._made = made_so_far(self.device)
         log.info("warm-up: %d waves in %.1f s, %s", count, time.perf_counter() - started, self._made)
@@ -208,18 +211,22 @@ class Runtime:
             core.beams.release(wave.beam_lease)
             wave.beam_lease = None
 
-    def _run_largest_wave(self, sizes: PoolSizes) -> None:
-        """The most tokens and the most rows that one wave can have, on pools made for this alone."""
+    def _run_largest_waves(self, sizes: PoolSizes) -> None:
+        """The most tokens that run together, and the most rows that one wave can have, on pools made for this alone."""
         config, vocab_size = self.config, self._model_config.vocab_size
         core = self._with_pools(sizes)
-        rows = min(config.max_wave_rows, sizes.beam_slots)
-        tokens = min(max(config.max_wave_tokens, self._max_context_len), sizes.context_pages * config.page_size)
-        searches = warmup.wave(rows, config.max_beam_width, tokens, vocab_size, levels=(2,), stops=True)
-        wave = Wave(searches[: config.max_wave_requests], config.max_wave_rows)
-        try:
-            self._acquire(core, wave)
-            launch_wave(core, wave, None, lambda: True).result()
-        finally:
-            self._release(core, wave)
+        limits = self._limits_of(core)
+        tokens = max(min(config.max_wave_tokens, GROUP_TOKENS), self._max_context_len)
+        rows = warmup.row_sizes(limits, min(config.max_beam_width, vocab_size), 2)[-1]
+        for searches in (
+            warmup.wave(1, 1, min(tokens, sizes.context_pages * config.page_size), vocab_size, levels=(2,)),
+            warmup.wave(rows, config.max_beam_width, 1, vocab_size, levels=(2,), stops=True),
+        ):
+            wave = Wave(searches, config.max_wave_rows)
+            try:
+                self._acquire(core, wave)
+                launch_wave(core, wave, None, lambda: True).result()
+            finally:
+                self._release(core, wave)
         del core
         gc.collect()

@@ -14,7 +14,7 @@ from widebeam.engine.request import Normalizer
 
 LEAST_ROWS = 16
 REQUEST_RUNGS = (16, 64, 256)
-DEPTH_RUNGS = (4, 16, 64, 256, 512)
+DEPTH_RUNGS = (8, 32, 128, 512)
 
 
 class LevelShape(NamedTuple):

@@ -2,7 +2,7 @@
 
 The ladder has few dimensions (see shapes.py): rows, prompt tokens of short waves, whether contexts are cut, whether
 stop tokens count. Waves of made-up prompts walk through all of them; each runs twice, since a graph is captured the
-second time. Imports no torch.
+second time. Every one of them is a wave that the scheduler may form. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import Normalizer
-from widebeam.engine.scheduler import WaveLimits
+from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.shapes import LEAST_ROWS, context_splits, rung, token_rung
 from widebeam.engine.wave import Search, bound_widths, join_factor
 
@@ -27,47 +27,74 @@ LONG = 2048
 
 def row_rungs(limit: int) -> list[int]:
     """All rungs of rows up to the limit."""
-    rungs = [rung(LEAST_ROWS)]
+    rungs = [rung(LEAST_ROWS, limit)]
     while rungs[-1] < limit:
         rungs.append(rung(rungs[-1] + 1, limit))
     return rungs
 
 
 def token_rungs(limit: int) -> list[int]:
-    """All rungs of prompt tokens up to the limit."""
+    """All rungs of prompt tokens, the last one cut to the limit."""
     rungs = [token_rung(1)]
-    while (following := token_rung(rungs[-1] + 1)) <= limit:
-        rungs.append(following)
-    return [min(rungs[0], limit), *rungs[1:]]
+    while rungs[-1] < limit:
+        rungs.append(token_rung(rungs[-1] + 1))
+    return [min(tokens, limit) for tokens in rungs]
+
+
+def row_sizes(limits: WaveLimits, widest: int, levels: int) -> list[int]:
+    """The least number of rows that meets each rung, of those that searches of so many levels can reach."""
+    rungs = [size for size in row_rungs(limits.rows) if size * (levels - 1) <= limits.beam_slots]
+    least = [1, *(size + 1 for size in rungs)][: len(rungs)]
+    return [size for size in least if size <= limits.requests * widest]
 
 
 def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int, padded_tokens: int) -> Iterator[list[Search]]:
     """Waves over any token, which meet every rung of rows with and without stop tokens, and where some searches end
     before others; between them every rung of tokens; contexts that are cut; and greedy text."""
-    rows = row_rungs(min(limits.rows, limits.beam_slots // (LEVELS - 1)))
-    room = min(longest - LEVELS, limits.tokens, (limits.context_pages - limits.requests) * limits.page_size)
-    tokens = token_rungs(min(padded_tokens, room))
-    for place in range(max(len(rows), len(tokens))):
-        yield wave(rows[min(place, len(rows) - 1)], widest, tokens[min(place, len(tokens) - 1)], vocab_size)
-    for size in rows:
-        if room >= LONG and context_splits(size, LONG) > 1:
-            yield wave(size, widest, LONG, vocab_size)
-        yield wave(size, widest, LEAST_ROWS, vocab_size, stops=True)
-        yield wave(size, min(widest, size // 2), LEAST_ROWS, vocab_size, levels=(LEVELS, LEVELS - 1))
-    yield wave(min(limits.requests, LEAST_ROWS), 1, LEAST_ROWS, vocab_size, stops=True)
+    widest, longest = min(widest, vocab_size), longest - LEVELS
+    rows = row_sizes(limits, widest, LEVELS)
+    if not rows:
+        return
+
+    def candidates() -> Iterator[list[Search]]:
+        shared = min(limits.tokens, min(limits.requests, limits.rows) * longest)
+        tokens = token_rungs(min(padded_tokens, shared))
+        for place in range(max(len(rows), len(tokens))):
+            size, total = rows[min(place, len(rows) - 1)], tokens[min(place, len(tokens) - 1)]
+            searches = wave(size, widest, total, vocab_size, longest=longest)
+            yield searches if may_run(searches, limits) else wave(size, widest, 1, vocab_size)
+        for total in token_rungs(min(padded_tokens, longest)):
+            if total > shared:
+                yield wave(1, 1, total, vocab_size)
+        for size in rows:
+            if longest >= LONG and context_splits(size, LONG) > 1:
+                yield wave(size, widest, LONG * -(-size // widest), vocab_size, longest=longest)
+            yield wave(size, widest, 1, vocab_size, stops=True)
+            pair = max(size, 2)  # two at least
+            yield wave(pair, min(widest, -(-pair // 2)), 1, vocab_size, levels=(LEVELS, LEVELS - 1))
+        yield wave(1, 1, 1, vocab_size, stops=True)
+
+    yield from (searches for searches in candidates() if may_run(searches, limits))
+
+
+def may_run(searches: list[Search], limits: WaveLimits) -> bool:
+    """Whether the scheduler could form this wave."""
+    load = Load()
+    for search in searches:
+        load = load.plus(search, limits)
+    return load.fits(limits if len(searches) > 1 else replace(limits, tokens=load.tokens))
 
 
 def catalog_waves(
     limits: WaveLimits, widest: int, vocab_size: int, catalog: Catalog, normalizers: tuple[Normalizer, ...]
 ) -> Iterator[list[Search]]:
     """Waves over a catalog, which meet every rung of rows that it can fill, for each of the normalisers."""
-    levels, reached = (catalog.depth,), 0
-    for size in row_rungs(min(limits.rows, limits.beam_slots // max(1, catalog.depth - 1))):
-        searches = wave(size, widest, LEAST_ROWS, vocab_size, levels=levels, catalog=catalog)
-        rows = sum(search.rows for search in searches)
-        if rows > reached:
+    widest, levels = min(widest, vocab_size), (catalog.depth,)
+    filled = wave(widest, widest, 1, vocab_size, levels=levels, catalog=catalog)[0].rows
+    for size in row_sizes(limits, filled, catalog.depth):
+        searches = wave(size, filled, 1, vocab_size, levels=levels, catalog=catalog)
+        if may_run(searches, limits):
             yield from ([replace(search, normalizer=name) for search in searches] for name in normalizers)
-        reached = max(reached, rows)
 
 
 def wave(
@@ -76,15 +103,18 @@ def wave(
     tokens: int,
     vocab_size: int,
     *,
+    longest: int | None = None,
     levels: tuple[int, ...] = (LEVELS,),
     stops: bool = False,
     catalog: Catalog | None = None,
 ) -> list[Search]:
-    """Searches that have so many rows and prompt tokens together, and by turns so many levels."""
-    count = -(-rows // min(widest, vocab_size))
+    """Searches that have so many rows and at least so many prompt tokens together, and by turns so many levels."""
+    count = max(-(-rows // min(widest, vocab_size)), -(-tokens // (longest or tokens)))
+    rows, tokens = max(rows, count), max(tokens, count)
     searches = []
     for b in range(count):
-        widths = bound_widths((rows // count,) * levels[b % len(levels)], catalog, vocab_size)
+        width = rows // count + (b < rows % count)
+        widths = bound_widths((width,) * levels[b % len(levels)], catalog, vocab_size)
         searches.append(
             Search(
                 request_id="warm-up",

@@ -72,6 +72,8 @@ class FlashInferBackend:
             try:
                 self._try()
                 return
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 self.fallbacks += 1
                 log.warning("FlashInfer's %s kernels do not build or run here: %s", self.kernel, _gist(error))

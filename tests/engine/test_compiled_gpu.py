@@ -1,0 +1,114 @@
+"""On a GPU, compiled and captured: the same results as eager, and after warm-up nothing is made any more."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from tests.engine.warm_waves import make_runtime, make_search, soak
+from widebeam.constraints.catalog import Catalog
+from widebeam.engine.compile import made_so_far
+from widebeam.engine.request import Sequence
+from widebeam.engine.runtime import Runtime
+from widebeam.engine.scheduler import Job
+from widebeam.model.config import load_model_config
+from widebeam.model.tokenizer import Tokenizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+LONGEST = 600
+GPU: dict[str, Any] = {
+    "device": "cuda", "dtype": "bfloat16", "max_beam_width": 48, "max_wave_rows": 64, "max_wave_tokens": 512,
+    "max_total_tokens": 8192,
+}  # fmt: skip
+EPS = 0.1
+"""Largest difference of a score, in bfloat16, where other kernels round elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def large_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Catalog]:
+    """A checkpoint that FlashInfer's kernels can run, and a catalog of several hundred SIDs."""
+    folder = tmp_path_factory.mktemp("large-heads")
+    checkpoint = tiny.save_checkpoint(
+        folder / "checkpoint", scale=0.15, codes=48, head_dim=128, hidden_size=128, intermediate_size=192,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    path = tiny.save_catalog(folder / "items.jsonl", num_items=600, first_codes=20, codes=48)
+    return checkpoint, Catalog.load(path, token_id=Tokenizer(checkpoint).token_id)
+
+
+WAVES = {
+    "catalog": (((200, 96, 4), (3, 80, 2), (31, 70, 3)), True, ()),
+    "plain": (((90, 80, 6), (17, 40, 3)), False, ()),
+    "stops": (((20, 40, 4), (300, 16, 1), (45, 60, 5)), False, (1, 2, 40)),
+}
+"""Prompt tokens, width and sequences to return of each search; whether over the catalog; stop tokens. Beams are much
+wider than what is returned, so that a beam lost to rounding at an early level is none of the best."""
+
+
+def results(runtime: Runtime, kind: str, catalog: Catalog) -> list[list[Sequence]]:
+    specs, constrained, stops = WAVES[kind]
+    rng = np.random.default_rng(len(specs))
+    searches = [
+        make_search(rng.integers(0, 150, tokens), width, n, catalog=catalog if constrained else None, stops=stops)
+        for tokens, width, n in specs
+    ]
+    outcomes = runtime.run([Job(search, 0.0, None) for search in searches])
+    return [outcome.result.sequences for outcome in outcomes]  # type: ignore[union-attr]
+
+
+def assert_alike(expected: list[list[Sequence]], found: list[list[Sequence]], eps: float) -> None:
+    """The same sequences, but for those so close to the last place that either side may leave them out."""
+    for one, two in zip(expected, found, strict=True):
+        assert [s.score for s in one] == pytest.approx([s.score for s in two], abs=eps)
+        scores = [{tuple(s.token_ids): s.score for s in sequences} for sequences in (one, two)]
+        for mine, others in (scores, scores[::-1]):
+            for tokens, score in mine.items():
+                if tokens in others:
+                    assert score == pytest.approx(others[tokens], abs=eps)
+                else:
+                    assert score <= min(others.values()) + eps, f"{tokens} is missing"
+
+
+def test_compiled_equals_eager(large_heads: tuple[Path, Catalog]) -> None:
+    """Run once, captured, and replayed, which must not change a bit."""
+    checkpoint, catalog = large_heads
+    wide = GPU | {"max_beam_width": 128, "max_wave_rows": 256}
+    eager = make_runtime(checkpoint, LONGEST, enforce_eager=True, **wide)
+    eager.add_catalog(catalog)
+    expected = {kind: results(eager, kind, catalog) for kind in WAVES}
+    del eager
+    gc.collect()
+    compiled = make_runtime(checkpoint, LONGEST, warmup="none", **wide)
+    compiled.add_catalog(catalog)
+    before = made_so_far(compiled.device)
+    for kind in WAVES:
+        runs = [results(compiled, kind, catalog) for _ in range(4)]
+        for found in runs:
+            assert_alike(expected[kind], found, EPS)
+        assert runs[2] == runs[3], "a replay gave other numbers than the replay before"
+    after = made_so_far(compiled.device)
+    assert after.captured > before.captured and after.compiled > before.compiled
+    assert after.skipped == before.skipped, "a function could not be captured"
+    assert compiled.fallbacks == 0
+    compiled.check_integrity()
+
+
+def test_after_warm_up_nothing_is_made_and_memory_stands_still(large_heads: tuple[Path, Catalog]) -> None:
+    """Waves as in tests/engine/test_warmup.py, which lists those that need graphs of their own."""
+    checkpoint, catalog = large_heads
+    vocab_size = load_model_config(checkpoint).vocab_size
+    runtime = make_runtime(checkpoint, LONGEST, warmup="fast", **GPU)
+    runtime.add_catalog(catalog)
+    soak(runtime, catalog, 50, 0, vocab_size)
+    gc.collect()
+    made, allocated = made_so_far(runtime.device), torch.cuda.memory_allocated()
+    soak(runtime, catalog, 250, 1, vocab_size)
+    gc.collect()
+    assert runtime.fallbacks == 0 and made_so_far(runtime.device) == made
+    assert torch.cuda.memory_allocated() == allocated

@@ -1,0 +1,83 @@
+"""Prompts of a large wave run through the network in groups, which changes nothing but the time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.warm_waves import make_runtime, make_search
+from widebeam.constraints.catalog import Catalog
+from widebeam.engine import search as search_module
+from widebeam.engine.compile import compiled_programs
+from widebeam.engine.scheduler import Job
+from widebeam.engine.search import prompt_groups
+from widebeam.model.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LIMIT = 40
+LENGTHS = ([30, 5, 90, 3, 20, 17, 1, 39], [40, 41], [20, 20, 1], [100], [41, 1, 40, 39, 2])
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20))
+def test_groups_are_as_large_as_the_limit_allows(lengths: list[int]) -> None:
+    searches = [make_search(np.zeros(length), 1) for length in lengths]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "GROUP_TOKENS", LIMIT)
+        groups = list(prompt_groups(searches))
+    assert [search for _, group in groups for search in group] == searches
+    assert all(searches[first] is group[0] for first, group in groups)
+    sizes = [sum(search.num_tokens for search in group) for _, group in groups]
+    assert all(size <= LIMIT or len(group) == 1 for size, (_, group) in zip(sizes, groups, strict=True))
+    for (size, (_, _)), (_, (_, following)) in pairwise(zip(sizes, groups, strict=True)):
+        assert size + following[0].num_tokens > LIMIT, "a group ended before it was full"
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["exact", "padded"])
+@pytest.mark.parametrize("constrained", [False, True], ids=["plain", "catalog"])
+def test_groups_change_no_result(
+    checkpoint: Path, catalog_file: Path, graphed: bool, constrained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not in the form in which a GPU compiles the functions, where a group leaves its result in a buffer."""
+    runtime = make_runtime(checkpoint, max_wave_rows=256, max_beam_width=64, max_total_tokens=4096)
+    catalog = None
+    if constrained:
+        catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
+        runtime.add_catalog(catalog)
+    if graphed:
+        runtime.core.programs = compiled_programs(runtime.core, lambda function: function)
+    sizes: list[int] = []
+    prompt_arrays = search_module.prompt_arrays
+
+    def noting(core: Any, requests: int, first: int, searches: Any) -> Any:
+        sizes.append(len(searches))
+        return prompt_arrays(core, requests, first, searches)
+
+    monkeypatch.setattr(search_module, "prompt_arrays", noting)
+    for lengths in LENGTHS:
+        rng = np.random.default_rng(len(lengths))
+        searches = [
+            make_search(rng.integers(0, 50, length), 3 + 5 * b, 3, catalog=catalog) for b, length in enumerate(lengths)
+        ]
+
+        def results(searches: Any = searches) -> Any:
+            outcomes = runtime.run([Job(search, 0.0, None) for search in searches])
+            return [outcome.result.sequences for outcome in outcomes]  # type: ignore[union-attr]
+
+        monkeypatch.setattr(search_module, "GROUP_TOKENS", 20_480)
+        together = results()
+        assert sizes == [len(lengths)]
+        sizes.clear()
+        monkeypatch.setattr(search_module, "GROUP_TOKENS", LIMIT)
+        apart = results()
+        assert sum(sizes) == len(lengths) and (len(sizes) > 1 or len(lengths) == 1)
+        sizes.clear()
+        for one, two in zip(together, apart, strict=True):
+            assert len(one) == 3 and [s.token_ids for s in one] == [s.token_ids for s in two]
+            assert [s.score for s in one] == pytest.approx([s.score for s in two], abs=1e-5)
+    runtime.check_integrity()
