@@ -102,6 +102,7 @@ class AsyncClient:
         length_penalty: float | None = None,
         fields: Sequence[str] = (),
         unknown_items: Literal["ignore", "refuse"] = "ignore",
+        priority: int | None = None,
         request_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
     ) -> RecommendResponse:
@@ -122,6 +123,7 @@ class AsyncClient:
             "length_penalty": length_penalty,
             "fields": fields,
             "unknown_items": unknown_items,
+            "priority": priority,
             "request_id": request_id,
         }
         return await self._call("POST", "/v1/recommend", RecommendResponse, body, timeout)

@@ -55,6 +55,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests that form one wave."""
     max_waiting_requests: Positive = 1024
     """Requests accepted and not yet answered; one more is refused with 429."""
+    max_waiting_rows: Positive | None = None
+    """Beam rows of those requests together; by default 64 full waves of them."""
+    max_waiting_row_levels: Positive | None = None
+    """Rows to decode for those requests, over all levels; by default what 64 full waves can have."""
+    max_waiting_tokens: Positive | None = None
+    """Prompt tokens of those requests; by default 64 full waves of them."""
     page_size: Annotated[int, Meta(ge=1, le=256)] = 64
     """Tokens in a page of the context KV pool."""
     max_total_tokens: Positive | None = None

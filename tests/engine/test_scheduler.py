@@ -1,14 +1,16 @@
-"""Which jobs share a wave: against the rules restated, with a clock that the test sets."""
+"""Which jobs share a wave and whose turn it is: against the rules restated, with a clock that the test sets."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from widebeam.engine.scheduler import Job, Outcome, Scheduler, WaveLimits
+from widebeam.engine.scheduler import CLEAN_WAVES, Job, Outcome, Scheduler, WaveLimits
 from widebeam.engine.shapes import LEAST_ROWS, rung, token_rung
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded
@@ -23,7 +25,7 @@ def make_job(
         request_id=name, token_ids=np.zeros(tokens, dtype=np.int32), widths=(width,) * levels, num_returned=1,
         catalog=None, normalizer=normalizer, join=1, stop_token_ids=(), length_penalty=1.0,
     )  # fmt: skip
-    return Job(search, submitted_at=0.0, deadline=fields.get("deadline"), cancelled=fields.get("cancelled", False))
+    return Job(search, submitted_at=0.0, **({"deadline": None} | fields))
 
 
 def names(wave: list[Job]) -> str:
@@ -43,11 +45,14 @@ def cut(jobs: list[Job], now: float = 0.0) -> tuple[list[str], list[Outcome]]:
     return waves, dropped
 
 
+# Who shares a wave
+
+
 def test_jobs_share_a_wave_up_to_its_limits() -> None:
     assert cut([make_job(name) for name in "abcdef"])[0] == ["abcd", "ef"]  # requests
     assert cut([make_job("a", tokens=60), make_job("b", tokens=50), make_job("c", tokens=30)])[0] == ["ac", "b"]
     assert cut([make_job("a", width=40), make_job("b", width=30), make_job("c", width=20)])[0] == ["ac", "b"]
-    assert cut([make_job("a", levels=100, width=1), make_job("b", width=4)])[0] == ["a", "b"]  # beam slots
+    assert cut([make_job("a", levels=100, width=1), make_job("b", levels=65, width=4)])[0] == ["a", "b"]  # beam slots
 
 
 def test_a_prompt_over_the_limit_runs_alone() -> None:
@@ -68,32 +73,232 @@ def test_late_and_cancelled_jobs_cost_no_wave() -> None:
     assert isinstance(dropped[0].result, DeadlineExceeded)
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 160), st.integers(1, 64), st.integers(1, 4), st.sampled_from(["vocab", "level"])),
-        min_size=1,
-        max_size=30,
+def test_jobs_of_similar_numbers_of_levels_share_a_wave() -> None:
+    levels = {"a": 1, "b": 8, "c": 9, "d": 16, "e": 17, "f": 3, "g": 512, "h": 257}
+    jobs = [make_job(name, width=1, tokens=1, levels=count) for name, count in levels.items()]
+    waves, _ = cut(jobs)
+    assert waves == ["abf", "cd", "e", "g", "h"], "the beam slots keep g and h apart"
+
+
+# Whose turn it is
+
+
+def test_the_highest_priority_goes_first_then_the_fewest_levels_then_the_oldest() -> None:
+    jobs = [
+        make_job("a", tokens=80, levels=64, width=1), make_job("b", tokens=80), make_job("c", tokens=80),
+        make_job("d", tokens=80, levels=64, width=1, priority=1), make_job("e", tokens=80, priority=-1),
+        make_job("f", tokens=80, levels=128, width=1, priority=1), make_job("g", tokens=80, priority=100),
+    ]  # fmt: skip
+    assert cut(jobs)[0] == ["g", "d", "f", "b", "c", "a", "e"]
+
+
+def turn_of(old: Job, newcomer: dict[str, Any]) -> int:
+    """Waves of newcomers, 1/16 s each, that run before `old` does, if there is always one more."""
+    scheduler = Scheduler(LIMITS, lambda _: None)
+    scheduler.add(old)
+    for count in range(1000):
+        scheduler.add(make_job("x", tokens=80, **newcomer))
+        if old in scheduler.next_wave(count / 16):
+            assert (scheduler.jobs_overtaken, scheduler.jobs_aged) == (1, 1)
+            return count
+    raise AssertionError("starved")
+
+
+def test_nobody_starves() -> None:
+    assert turn_of(make_job("old", tokens=80), {"priority": 100}) == 8  # half a second
+    assert turn_of(make_job("old", tokens=80, levels=64, width=1), {}) == 52  # 0.05 s a level: 3.2 s
+    assert turn_of(make_job("old", tokens=80, levels=64, width=1), {"priority": 1}) == 52
+
+
+def test_waiting_behind_older_ones_is_not_being_overtaken() -> None:
+    """If a long queue aged everybody, a loaded server would know neither priorities nor short searches."""
+    scheduler = Scheduler(LIMITS, lambda _: None)
+    for count in range(100):
+        scheduler.add(make_job("old", tokens=80))
+        scheduler.next_wave(float(count) if count % 2 else float(count - 1))  # twice as many as can run
+        scheduler.add(make_job("old", tokens=80))
+    late = make_job("late", tokens=80, priority=1)
+    scheduler.add(late)
+    assert scheduler.next_wave(1000.0) == [late]
+    assert scheduler.jobs_aged == 0
+
+
+def test_every_decision_is_counted() -> None:
+    scheduler = Scheduler(LIMITS, lambda _: None)
+    for levels in (64, 3, 3, 20):
+        scheduler.add(make_job("a", levels=levels, width=1))
+    assert [len(scheduler.next_wave(now)) for now in (0.0, 0.25, 0.375, 9.0)] == [2, 1, 1, 0]
+    assert scheduler.waves == {8: 1, 16: 0, 32: 1, 64: 1, 128: 0, 256: 0, 512: 0}
+    assert (scheduler.jobs_overtaken, scheduler.jobs_aged) == (1, 0)
+
+
+# Memory
+
+
+def test_running_out_of_memory_halves_the_rows_of_later_waves() -> None:
+    scheduler = Scheduler(LIMITS, lambda _: None)
+    for name in "abcdef":
+        scheduler.add(make_job(name, width=16))
+    wave = scheduler.next_wave(0.0)
+    assert names(wave) == "abcd"
+    scheduler.ran_out_of_memory(wave)
+    assert scheduler.rows_limit == 32
+    for name in "gh":
+        scheduler.add(make_job(name, width=16))
+    wave = scheduler.next_wave(0.0)
+    assert names(wave) == "ef"
+    scheduler.ran_out_of_memory(wave)
+    assert scheduler.rows_limit == 16
+    scheduler.ran_out_of_memory([make_job("x", width=60), make_job("y", width=1)])
+    assert scheduler.rows_limit == 16, "it never rises for want of memory"
+    scheduler.add(make_job("i", width=40))
+    assert [names(scheduler.next_wave(0.0)) for _ in range(3)] == ["g", "h", "i"]  # a wider one than that runs alone
+    scheduler.ran_out_of_memory([make_job("j", width=1)])
+    assert scheduler.rows_limit == 16, "a search that fails alone says nothing of others"
+
+
+def test_the_limit_of_rows_recovers_step_by_step() -> None:
+    scheduler = Scheduler(LIMITS, lambda _: None)
+    scheduler.ran_out_of_memory([make_job(name, width=14) for name in "abcd"])
+    found = [28]
+    for _ in range(6):
+        for _ in range(CLEAN_WAVES):
+            assert scheduler.rows_limit == found[-1]
+            scheduler.had_memory()
+        found.append(scheduler.rows_limit)
+    assert found == [28, 36, 44, 52, 60, 64, 64]
+    for _ in range(CLEAN_WAVES - 1):
+        scheduler.had_memory()
+    scheduler.ran_out_of_memory([make_job(name, width=8) for name in "ab"])
+    scheduler.had_memory()
+    assert scheduler.rows_limit == 8, "waves before the shortage do not count"
+
+
+# All of it, at random
+
+
+def group(job: Job) -> tuple[str, int]:
+    return job.search.normalizer, max(8, 2 ** math.ceil(math.log2(job.search.levels)))
+
+
+def fit_together(jobs: list[Job], rows_limit: int) -> bool:
+    rows = sum(job.search.rows for job in jobs)
+    deepest = max(job.search.levels for job in jobs)
+    return (
+        len(jobs) <= LIMITS.requests
+        and rows <= rows_limit
+        and sum(job.search.num_tokens for job in jobs) <= LIMITS.tokens
+        and sum(-(-job.search.num_tokens // LIMITS.page_size) for job in jobs) <= LIMITS.context_pages
+        and rung(sum(job.search.beam_rows for job in jobs), LIMITS.rows) * (deepest - 1) <= LIMITS.beam_slots
     )
-)
-def test_every_job_runs_once_within_the_limits_and_the_oldest_first(specs: list[tuple[int, int, int, str]]) -> None:
-    dropped: list[Outcome] = []
-    scheduler = Scheduler(LIMITS, dropped.append)
-    jobs = [make_job(str(i), *spec) for i, spec in enumerate(specs)]
-    for job in jobs:
-        scheduler.add(job)
-    waiting = list(jobs)
-    while waiting:
-        wave = scheduler.next_wave(0.0)
-        assert wave[0] is waiting[0], "the oldest job did not run"
-        assert len({job.key for job in wave}) == 1
-        if len(wave) > 1:
-            rows = sum(job.search.rows for job in wave)
-            assert len(wave) <= LIMITS.requests and rows <= LIMITS.rows
-            assert sum(job.search.num_tokens for job in wave) <= LIMITS.tokens
-            assert rung(rows, LIMITS.rows) * (max(job.search.levels for job in wave) - 1) <= LIMITS.beam_slots
-        for job in wave:
-            waiting.remove(job)
-    assert not dropped and len(scheduler) == 0
+
+
+def patience(job: Job) -> float:
+    return max(0.5, 0.05 * job.search.levels)
+
+
+class Arrivals(RuleBasedStateMachine):
+    """Jobs of all kinds come, are cancelled and become late while waves are cut. Times are binary: sums are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[Outcome] = []
+        self.scheduler = Scheduler(LIMITS, self.dropped.append)
+        self.now = 0.0
+        self.jobs: list[Job] = []
+        """All that ever came, in order of arrival."""
+        self.waiting: list[Job] = []
+        self.ran: list[tuple[Job, float]] = []
+        """The heads of all waves so far, and for how long each ran until the next was cut."""
+        self.last_wave: list[Job] = []
+
+    def held_up_s(self, job: Job) -> float:
+        """For how long younger ones' waves have run while it waited."""
+        place = self.jobs.index(job)
+        return sum(seconds for head, seconds in self.ran if self.jobs.index(head) > place)
+
+    @rule(
+        tokens=st.integers(1, 160), width=st.integers(1, 64), levels=st.integers(1, 5) | st.integers(1, 100),
+        normalizer=st.sampled_from(["vocab", "vocab", "level"]), priority=st.sampled_from([0, 0, 0, 1, -3]),
+        patience_s=st.none() | st.integers(1, 200),
+    )  # fmt: skip
+    def arrive(
+        self, tokens: int, width: int, levels: int, normalizer: str, priority: int, patience_s: int | None
+    ) -> None:
+        width = min(width, max(1, LIMITS.beam_slots // (2 * levels)))
+        deadline = None if patience_s is None else self.now + patience_s / 16
+        job = make_job(
+            str(len(self.jobs)), tokens, width, levels, normalizer, priority=priority, deadline=deadline
+        )  # fmt: skip
+        self.scheduler.add(job)
+        self.jobs.append(job)
+        self.waiting.append(job)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.waiting)).cancelled = True
+
+    @precondition(lambda self: self.last_wave)
+    @rule()
+    def run_out_of_memory(self) -> None:
+        self.scheduler.ran_out_of_memory(self.last_wave)
+
+    @rule(waves=st.integers(1, 3 * CLEAN_WAVES))
+    def have_memory(self, waves: int) -> None:
+        for _ in range(waves):
+            self.scheduler.had_memory()
+
+    @rule(ran=st.integers(0, 40))
+    def cut_a_wave(self, ran: int) -> None:
+        """`ran`: sixteenths of a second since the last one was cut."""
+        self.now += ran / 16
+        if self.last_wave:
+            self.ran.append((self.last_wave[0], ran / 16))
+        gone = {job for job in self.waiting if job.cancelled or (job.deadline is not None and job.deadline <= self.now)}
+        already = len(self.dropped)
+        rows_limit = self.scheduler.rows_limit
+        assert 1 <= rows_limit <= LIMITS.rows
+        wave = self.scheduler.next_wave(self.now)
+        assert {outcome.job for outcome in self.dropped[already:]} == gone
+        assert len(self.dropped) == already + len(gone)
+        self.waiting = [job for job in self.waiting if job not in gone]
+        assert bool(wave) == bool(self.waiting)
+        if wave:
+            self.check(wave, rows_limit)
+            self.waiting = [job for job in self.waiting if job not in wave]
+        self.last_wave = wave
+        assert len(self.scheduler) == len(self.waiting)
+
+    def check(self, wave: list[Job], rows_limit: int) -> None:
+        held_up_s = {job: self.held_up_s(job) for job in self.waiting}
+        aged = [job for job in self.waiting if held_up_s[job] >= patience(job)]
+        if aged:
+            assert wave[0] is aged[0], "somebody is overtaken for longer than allowed"
+        else:
+            urgent = [job for job in self.waiting if job.priority == max(job.priority for job in self.waiting)]
+            fewest = min(group(job)[1] for job in urgent)
+            assert wave[0] is next(job for job in urgent if group(job)[1] == fewest)
+        assert set(wave) <= set(self.waiting) and len(set(wave)) == len(wave), "a job runs twice"
+        assert len(wave) == 1 or fit_together(wave, rows_limit)
+        mates = [job for job in self.waiting if group(job) == group(wave[0])]
+        turns = sorted(mates, key=lambda job: (job not in aged, 0 if job in aged else -job.priority))  # then by age
+        assert wave == [job for job in turns if job in wave]
+        for job in turns:
+            if job not in wave:
+                before = [other for other in wave if turns.index(other) < turns.index(job)]
+                assert not fit_together([*before, job], rows_limit), "it was passed over although it fits"
+        longest = max((seconds for _, seconds in self.ran), default=0.0)
+        assert all(held_up_s[job] <= patience(job) + longest for job in self.waiting)
+
+    def teardown(self) -> None:
+        while self.waiting or self.last_wave:
+            self.cut_a_wave(16)
+        assert sum(self.scheduler.waves.values()) == len(self.ran)
+
+
+TestArrivals = Arrivals.TestCase
+TestArrivals.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @given(st.integers(1, 100_000))

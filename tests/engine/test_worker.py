@@ -152,6 +152,26 @@ def test_a_wave_that_cannot_be_launched_fails_alone(bench: Bench) -> None:
     assert bench.outcomes["a"] == "result of a" and bench.outcomes["d"] == "result of d"
 
 
+def test_waves_are_smaller_after_running_out_of_memory(bench: Bench) -> None:
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.submit("b", "c")
+    bench.launch_fault = torch.OutOfMemoryError()
+    bench.settled()
+    bench.waves[0].prefilled.set()
+    bench.until(lambda: len(bench.outcomes) == 2)
+    assert all(isinstance(bench.outcomes[name], OutOfMemory) for name in "bc")
+    assert bench.worker.scheduler.rows_limit == 4
+    bench.submit("d")
+    bench.until(lambda: len(bench.waves) == 2)
+    bench.submit("e", "f")
+    bench.settled()
+    for wave in bench.waves:
+        wave.finish()
+    bench.until(lambda: len(bench.waves) == 3)
+    assert bench.names(2) == ["e"]
+
+
 def test_results_that_cannot_be_read_fail_their_wave_alone(bench: Bench) -> None:
     bench.submit("a")
     bench.until(lambda: len(bench.waves) == 1)

@@ -111,7 +111,14 @@ def test_metrics_count_what_happened(shared_small: Service) -> None:
     assert grown("generated_tokens_total") == 6
     assert grown("requests_done_total") == grown("waves_total") == 1
     assert after[("widebeam_engine_state", (("state", "ready"),))] == 1
-    assert after[("widebeam_requests_in_flight", ())] == 0
+    assert grown("waves_by_levels_total", levels="8") == 1 and grown("waves_by_levels_total", levels="512") == 0
+    for budget in ("requests", "rows", "row_levels", "tokens"):
+        assert grown("requests_refused_by_total", budget=budget) == 0
+        assert after[(f"widebeam_{budget}_in_flight", ())] == 0
+    for name in ("jobs_overtaken_total", "jobs_aged_total", "requests_waiting", "rows_waiting", "tokens_waiting"):
+        assert after[(f"widebeam_{name}", ())] == 0
+    assert after[("widebeam_wave_rows_limit", ())] == service.engine.config.max_wave_rows
+    assert after[("widebeam_retry_after_seconds", ())] == 0
     assert after[("widebeam_context_pages_used", ())] == 0
     assert after[("widebeam_context_pages", ())] > 0
     smallest = min(float(dict(labels)["le"]) for name, labels in after if name == "widebeam_request_seconds_bucket")

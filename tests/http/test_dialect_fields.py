@@ -54,7 +54,6 @@ GENERATE_UNSUPPORTED: dict[str, tuple[list[Any], Any]] = {
     "lora_id": ([None], "adapter"),
     "custom_logit_processor": ([None, ""], "code"),
     "positional_embed_overrides": ([None], {"a": 1}),
-    "priority": ([None, 0], 5),
     "kv_hints": ([None], {"a": 1}),
     "background": ([False], True),
     "require_reasoning": ([False], True),
@@ -79,6 +78,7 @@ GENERATE_SUPPORTED: dict[str, list[Any]] = {
     "stream": [None, False],
     "return_logprob": [None, False, True],
     "return_prompt_token_ids": [False, True],
+    "priority": [None, 0, 100, -100],
     # labels: they ask nothing of the answer
     "extra_key": [None, "tenant"],
     "cache_salt": [None, "salt"],
@@ -186,6 +186,13 @@ def test_sampling_params_out_of_range(service: Service, name: str, value: Any) -
     assert answer.json["error"]["param"].startswith(f"sampling_params.{name}")
 
 
+@pytest.mark.parametrize("value", [101, -101, 1.5, "high", True])
+def test_priorities_out_of_range(service: Service, value: Any) -> None:
+    recommended = service.post("/v1/recommend", {"input_ids": IDS, "priority": value})
+    for answer in (recommended, generate(service, {"priority": value}, {}), chat(service, {"priority": value})):
+        assert (answer.status, answer.json["error"]["param"]) == (400, "priority")
+
+
 def test_unknown_fields_are_named(service: Service) -> None:
     top = generate(service, {"beamwidth": 4}, {})
     assert (top.status, top.json["error"]["code"], top.json["error"]["param"]) == (400, "unknown_field", "beamwidth")
@@ -216,7 +223,6 @@ CHAT_UNSUPPORTED: dict[str, tuple[list[Any], Any]] = {
     "allowed_token_ids": ([None, []], [1]),
     "add_generation_prompt": ([None, True], False),
     "min_tokens": ([None, 0], 2),
-    "priority": ([None, 0], 1),
     "best_of": ([None, 2], 3),
 }
 CHAT_SUPPORTED: dict[str, list[Any]] = {
@@ -254,6 +260,7 @@ CHAT_SUPPORTED: dict[str, list[Any]] = {
     "normalizer": [None, "legal"],
     "policy": [None, {"name": "fixed"}],
     "timeout_ms": [None, 20_000],
+    "priority": [None, 0, 100, -100],
 }
 
 

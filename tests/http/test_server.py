@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import pytest
 from tests.http.service import Service, running_service, until, wait_until
 from widebeam.config import Config, EngineConfig, ServerConfig
 from widebeam.engine import engine as engine_module
+from widebeam.engine import scheduler as scheduler_module
 from widebeam.errors import CheckpointError, ConfigError
 from widebeam.http.server import Server, serve
 
@@ -73,8 +76,41 @@ def test_overload_is_429_with_retry_after(checkpoint: Path, catalog_file: Path) 
                 answer = service.post(path, {"input_ids": [7]})
                 assert (answer.status, answer.json["error"]["code"]) == (429, "overloaded")
                 assert int(answer.headers["retry-after"]) >= 1
+                assert "--max-waiting-requests" in answer.json["error"]["message"]
+                if path != "/v1/chat/completions":  # OpenAI's form has no place for it
+                    assert 0.8 <= answer.json["error"]["retry_after_s"] <= 1.2, "nothing has been answered yet"
             assert service.get("/health").status == 200
         assert accepted.result(60).status == 200
+
+
+def test_a_higher_priority_goes_first_in_every_dialect(checkpoint: Path, catalog_file: Path) -> None:
+    """One request a wave; what waits is taken by priority, and among equals by age."""
+    bodies = {"/v1/recommend": GOOD, "/generate": {"input_ids": [7]}, "/v1/chat/completions": {"input_ids": [7]}}
+    with (
+        running_service(checkpoint, catalog_file) as service,
+        ThreadPoolExecutor(9) as pool,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        order: list[int] = []
+        launch = service.engine._runtime.launch
+
+        def noted(jobs: list[Any], *rest: Any) -> Any:
+            order.append(jobs[0].priority)
+            return launch(jobs, *rest)
+
+        patch.setattr(service.engine._runtime, "launch", noted)
+        scheduler = service.engine._worker.scheduler
+        patch.setattr(scheduler, "_limits", replace(scheduler._limits, requests=1))
+        patch.setattr(scheduler_module, "LEAST_PATIENCE_S", math.inf)  # first waves are slow: nobody ages meanwhile
+        with service.held():
+            posts = []
+            for priority in (-7, None, 9):
+                for path, body in bodies.items():
+                    posts.append(pool.submit(service.post, path, body | {"priority": priority}))
+                    wait_until(lambda: service.engine.stats().requests_in_flight == len(posts))
+        assert [post.result(30).status for post in posts] == [200] * 9
+        assert order == [9] * 3 + [0] * 3 + [-7] * 3
+        assert service.engine.stats().jobs_overtaken == 6
 
 
 def test_an_unforeseen_error_is_a_fixed_text(service: Service, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import uuid
@@ -14,6 +15,7 @@ import numpy as np
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
+from widebeam.engine.budgets import budget_limits, demand, flag
 from widebeam.engine.request import Normalizer, SearchParams
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import rung
@@ -34,6 +36,11 @@ class Limits:
     max_context_len: int
     eos_token_ids: frozenset[int]
     wave: WaveLimits
+
+    @functools.cached_property
+    def budgets(self) -> dict[str, int]:
+        """What may wait and run together."""
+        return budget_limits(self.config, self.wave, self.max_context_len)
 
 
 def make_params(fields: dict[str, Any]) -> SearchParams:
@@ -78,6 +85,7 @@ def admit(
         length_penalty=params.length_penalty,
     )
     _check_memory(search, limits.wave)
+    _check_budgets(search, limits.budgets)
     return search, warnings
 
 
@@ -177,3 +185,23 @@ def _check_memory(search: Search, wave: WaveLimits) -> None:
             code="search_too_large",
             param="max_new_tokens",
         )
+
+
+_OVER_BUDGET = {
+    "rows": ("beam_too_wide", "beam_width"),
+    "row_levels": ("search_too_large", "max_new_tokens"),
+    "tokens": ("context_too_long", "input_ids"),
+}
+"""Code and field of a search that is over a budget by itself."""
+
+
+def _check_budgets(search: Search, budgets: dict[str, int]) -> None:
+    """Refuse what would never be accepted, however idle the engine is."""
+    needed = demand(search)
+    for budget, (code, param) in _OVER_BUDGET.items():
+        if needed[budget] > budgets[budget]:
+            raise InvalidRequest(
+                f"the search needs {needed[budget]} {budget}, over the limit of {budgets[budget]} ({flag(budget)})",
+                code=code,
+                param=param,
+            )

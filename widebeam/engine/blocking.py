@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from widebeam.blocking import LoopThread
 from widebeam.engine.admission import make_params
 from widebeam.engine.request import SearchResult
-from widebeam.errors import InvalidRequest
+from widebeam.errors import InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -39,7 +39,12 @@ class Blocking:
 
         async def one(item: Prompt, gate: asyncio.Semaphore) -> SearchResult:
             async with gate:
-                return await engine.submit(await engine.encode(item) if isinstance(item, str) else item, wanted)
+                tokens = await engine.encode(item) if isinstance(item, str) else item
+                while True:
+                    try:
+                        return await engine.submit(tokens, wanted)
+                    except Overloaded as full:  # of the batch's own searches
+                        await asyncio.sleep(full.retry_after_s or 0.0)
 
         async def all_of_them() -> list[SearchResult]:
             gate = asyncio.Semaphore(engine.config.max_waiting_requests)

@@ -19,6 +19,7 @@ from widebeam.config import EngineConfig, convert
 from widebeam.constraints.catalog import Catalog, Catalogs
 from widebeam.engine.admission import Limits, admit, make_params
 from widebeam.engine.blocking import Blocking
+from widebeam.engine.budgets import Budgets
 from widebeam.engine.prompts import Prompts
 from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import Recommendation, ranked_items
@@ -33,7 +34,6 @@ from widebeam.errors import (
     EngineDead,
     InvalidRequest,
     NotReady,
-    Overloaded,
     RequestError,
 )
 from widebeam.model.config import ModelConfig, load_model_config
@@ -48,10 +48,28 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     requests_in_flight: int
     rows_in_flight: int
+    row_levels_in_flight: int
+    """Rows to decode, over all levels."""
     tokens_in_flight: int
+    requests_waiting: int
+    """Of those in flight, the ones that are in no wave yet."""
+    rows_waiting: int
+    tokens_waiting: int
     requests_done: int
     requests_refused: int
+    requests_refused_by: dict[str, int]
+    """By the budget that was full: requests, rows, row_levels or tokens."""
+    retry_after_seconds: float
+    """The wait that was told last to somebody who was refused; 0 before."""
     waves: int
+    waves_by_levels: dict[int, int]
+    """By the most levels that their requests may have: 8, and each next one twice as many."""
+    wave_rows_limit: int
+    """Rows that a wave may have: --max-wave-rows, or less for a while after running out of memory."""
+    jobs_overtaken: int
+    """Requests that had to wait for a wave headed by a younger one, and then ran."""
+    jobs_aged: int
+    """Those of them that younger ones had held up for as long as is allowed, so that they went first."""
     out_of_memory: int
     fallbacks: int
     """Slower ways taken than the device has, such as attention in plain PyTorch on a GPU."""
@@ -79,11 +97,12 @@ class Engine(Blocking):
         self.max_context_len = 0
         self._prompts = Prompts(None)
         self._limits: Limits
+        self._budgets: Budgets
         self._worker: Worker
         self._runtime: Runtime
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Job, asyncio.Future[SearchResult]] = {}
-        self._done = self._refused = 0
+        self._done = 0
 
     # Life cycle
 
@@ -103,6 +122,7 @@ class Engine(Blocking):
             eos = {*self.model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
             reachable = frozenset(token for token in eos if 0 <= token < vocab_size)
             self._limits = Limits(self.config, vocab_size, self.max_context_len, reachable, self._runtime.limits)
+            self._budgets = Budgets(self._limits.budgets)
             if self.config.catalog is not None:
                 await self.load_catalog(self.config.catalog, self.config.catalog_name)
         except BaseException:
@@ -173,18 +193,13 @@ class Engine(Blocking):
         self._check_ready()
         params = make_params(msgspec.to_builtins(params))  # the constructor of a struct checks nothing
         search, warnings = admit(token_ids, params, self.catalogs.get(params.catalog), self._limits)
-        if len(self._waiting) >= self.config.max_waiting_requests:
-            self._refused += 1
-            raise Overloaded(
-                f"{len(self._waiting)} requests are waiting, which is the limit (--max-waiting-requests)",
-                retry_after_s=1.0,
-            )
-        now = time.monotonic()
-        timeout = params.timeout_ms / 1e3 if params.timeout_ms else None
-        job = Job(search, now, now + timeout if timeout else None, warnings)
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             raise RuntimeError("submit must run on the event loop that started the engine")
+        now = time.monotonic()
+        self._budgets.take(search, now)
+        timeout = params.timeout_ms / 1e3 if params.timeout_ms else None
+        job = Job(search, now, now + timeout if timeout else None, warnings, priority=params.priority)
         future = self._waiting[job] = loop.create_future()
         self._worker.submit(job)
         try:
@@ -194,7 +209,8 @@ class Engine(Blocking):
             raise DeadlineExceeded(f"no result within {params.timeout_ms} ms", param="timeout_ms") from None
         finally:
             job.cancelled = True
-            self._waiting.pop(job, None)
+            del self._waiting[job]
+            self._budgets.give_back(search, time.monotonic())
 
     async def recommend(
         self,
@@ -272,15 +288,26 @@ class Engine(Blocking):
 
     def stats(self) -> EngineStats:
         """Numbers of this moment. Cheap; may be called while waves run."""
-        searches = [job.search for job in self._waiting]
+        in_use, refused, scheduler = self._budgets.in_use, self._budgets.refused, self._worker.scheduler
+        waiting = [job.search for job in list(self._waiting) if job.waiting]
         context, beams = self._runtime.core.context, self._runtime.core.beams
         return EngineStats(
-            requests_in_flight=len(searches),
-            rows_in_flight=sum(search.rows for search in searches),
-            tokens_in_flight=sum(search.num_tokens for search in searches),
+            requests_in_flight=in_use["requests"],
+            rows_in_flight=in_use["rows"],
+            row_levels_in_flight=in_use["row_levels"],
+            tokens_in_flight=in_use["tokens"],
+            requests_waiting=len(waiting),
+            rows_waiting=sum(search.rows for search in waiting),
+            tokens_waiting=sum(search.num_tokens for search in waiting),
             requests_done=self._done,
-            requests_refused=self._refused,
-            waves=self._worker.waves,
+            requests_refused=sum(refused.values()),
+            requests_refused_by=dict(refused),
+            retry_after_seconds=self._budgets.retry_after_s,
+            waves=sum(scheduler.waves.values()),
+            waves_by_levels=dict(scheduler.waves),
+            wave_rows_limit=scheduler.rows_limit,
+            jobs_overtaken=scheduler.jobs_overtaken,
+            jobs_aged=scheduler.jobs_aged,
             out_of_memory=self._worker.out_of_memory,
             fallbacks=self._runtime.fallbacks,
             context_pages=context.num_pages,

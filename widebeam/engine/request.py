@@ -41,6 +41,8 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Empty the whole stop set, `stop_token_ids` included, as SGLang does."""
     timeout_ms: Annotated[int, Meta(ge=1, le=3_600_000)] | None = None
     """Time from submission after which the answer is no longer wanted."""
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    """Higher goes first, as with SGLang, for as long as nobody else is held up for too long by it."""
     request_id: str | None = None
     """Echoed in the result; made up when missing."""
 

@@ -116,7 +116,8 @@ class Worker:
         self._prefilling = 0
         """How many of those waves have not left their prefill."""
         self._stopping = threading.Event()
-        self.waves = 0
+        self.scheduler: Scheduler
+        """From when the worker is ready."""
         self.out_of_memory = 0
 
     def start(self) -> None:
@@ -153,11 +154,11 @@ class Worker:
                 log.exception("the engine could not start")
             ready.fail(error)
             return
-        scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]))
+        self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]))
         reader = Reader(self._deliver, self._inbox.put)
         ready.run(runtime)
         try:
-            self._loop(runtime, scheduler, reader)
+            self._loop(runtime, self.scheduler, reader)
             reader.close()
             self._end = EngineDead("the engine has stopped")
         except BaseException:
@@ -165,7 +166,7 @@ class Worker:
             self._end = EngineDead("the GPU thread died")
             self._died()
             self._deliver([Outcome(job, self._end) for jobs in self._flying for job in jobs])
-        if jobs := scheduler.clear():
+        if jobs := self.scheduler.clear():
             self._deliver([Outcome(job, self._end) for job in jobs])
         self._answer_if_ended()
 
@@ -197,13 +198,16 @@ class Worker:
 
     def _launch(self, runtime: Runtime, jobs: list[Job], reader: Reader) -> None:
         """Start one wave. Running out of memory fails the wave alone; a broken device ends the thread."""
-        self.waves += 1
         self._flying.append(jobs)
         try:
             flight = runtime.launch(jobs, self._stopping.is_set)
         except torch.OutOfMemoryError:
             self.out_of_memory += 1
-            log.error("a wave of %d requests ran out of memory", len(jobs))
+            self.scheduler.ran_out_of_memory(jobs)
+            log.error(
+                "a wave of %d requests ran out of memory; the next ones have at most %d rows",
+                len(jobs), self.scheduler.rows_limit,
+            )  # fmt: skip
             torch.cuda.empty_cache()
             self._fail(jobs, OutOfMemory("the GPU ran out of memory", retry_after_s=1.0))
         except torch.AcceleratorError:
@@ -212,6 +216,7 @@ class Worker:
             log.exception("a wave of %d requests failed", len(jobs))
             self._fail(jobs, EngineError("the search failed; see the server's log"))
         else:
+            self.scheduler.had_memory()
             self._prefilling += 1
             reader.add(flight)
 

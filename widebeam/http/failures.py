@@ -7,6 +7,7 @@ import math
 from typing import Any, Literal
 
 from aiohttp import hdrs, web
+from msgspec import UNSET
 
 from widebeam.errors import MethodNotAllowed, NotFound, PayloadTooLarge, RequestError
 from widebeam.http.body import json_response
@@ -56,6 +57,7 @@ def _native(error: RequestError, request_id: str) -> ErrorBody:
             param=error.param,
             request_id=request_id,
             retryable=error.retryable,
+            retry_after_s=UNSET if error.retry_after_s is None else round(error.retry_after_s, 3),
         )
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 
 STATES = ("starting", "ready", "draining", "stopped", "dead")
 _BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
-_COUNTED = frozenset({"requests_done", "requests_refused", "waves", "out_of_memory", "fallbacks"})
-"""Fields of the engine's statistics that only grow; the others are gauges."""
+_LABELS = {"requests_refused_by": "budget", "waves_by_levels": "levels"}
+"""Fields of the engine's statistics that are tables, and what their keys are."""
+_COUNTED = frozenset(_LABELS) | {
+    "requests_done", "requests_refused", "waves", "jobs_overtaken", "jobs_aged", "out_of_memory", "fallbacks",
+}  # fmt: skip
+"""Those that only grow; the others are gauges."""
 
 
 class Metrics:
@@ -77,5 +81,11 @@ class _EngineCollector(Collector):
         if self._engine.state not in ("ready", "draining"):  # it has no pools yet, or none any more
             return
         for name, value in msgspec.structs.asdict(self._engine.stats()).items():
-            family: Callable[..., Metric] = CounterMetricFamily if name in _COUNTED else GaugeMetricFamily
-            yield family(f"widebeam_{name}", f"Engine statistics: {name}", value=value)
+            family: type[CounterMetricFamily | GaugeMetricFamily] = (
+                CounterMetricFamily if name in _COUNTED else GaugeMetricFamily
+            )
+            labels = (_LABELS[name],) if name in _LABELS else ()
+            metric = family(f"widebeam_{name}", f"Engine statistics: {name}", labels=labels)
+            for key, number in value.items() if labels else [(None, value)]:
+                metric.add_metric((str(key),) if labels else (), number)
+            yield metric

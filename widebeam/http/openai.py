@@ -14,6 +14,7 @@ from widebeam.http.protocol import (
     ChatMessage,
     LengthPenalty,
     Name,
+    Priority,
     PromptIds,
     RequestId,
     SearchOptions,
@@ -48,7 +49,6 @@ CHAT_NEUTRAL: Neutral = {
     "reasoning_effort": ("none",),
     "top_logprobs": (0,),
     "min_tokens": (0,),
-    "priority": (0,),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
 }
@@ -100,6 +100,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     normalizer: Normalizer | None = None
     length_penalty: LengthPenalty | None = None
     timeout_ms: TimeoutMs | None = None
+    priority: Priority | None = None
 
     def options(self) -> SearchOptions:
         """The fields that all dialects share (a struct cannot inherit from two)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from widebeam.config import MAX_BEAM_WIDTH
 from widebeam.engine.request import Normalizer, Timing, TokenId
@@ -22,6 +22,7 @@ ItemId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(m
 BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 LengthPenalty = Annotated[float, Meta(ge=-16, le=16)]
 TimeoutMs = Annotated[int, Meta(ge=1, le=3_600_000)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
 PromptIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_IDS)]
 
 
@@ -55,6 +56,8 @@ class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     length_penalty: LengthPenalty | None = None
     """None: 1.0"""
     timeout_ms: TimeoutMs | None = None
+    priority: Priority | None = None
+    """None: 0. Higher goes first."""
 
 
 class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
@@ -111,6 +114,8 @@ class ErrorInfo(msgspec.Struct, kw_only=True):
     param: str | None = None
     request_id: str = ""
     retryable: bool = False
+    retry_after_s: float | UnsetType = UNSET
+    """What Retry-After says in whole seconds, where the server knows."""
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

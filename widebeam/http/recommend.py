@@ -80,6 +80,7 @@ def _params(body: RecommendRequest, request_id: str) -> SearchParams:
         normalizer=body.normalizer,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         timeout_ms=body.timeout_ms,
+        priority=body.priority or 0,
         request_id=request_id,
     )
 

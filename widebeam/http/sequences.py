@@ -39,6 +39,7 @@ def search_params(
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         timeout_ms=options.timeout_ms,
+        priority=options.priority or 0,
         request_id=request_id,
     )
     return params, plan.beams, warnings

@@ -40,7 +40,6 @@ GENERATE_NEUTRAL: Neutral = {
     "logprob_start_len": (-1,),
     "top_logprobs_num": (0,),
     "routed_experts_start_len": (0,),
-    "priority": (0,),
 }
 _SAMPLING_OFF = "stop stop_regex json_schema regex ebnf structural_tag custom_params watermark"
 SAMPLING_NEUTRAL: Neutral = {
