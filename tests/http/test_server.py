@@ -20,13 +20,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 
 from tests.http.service import Service, running_service, until, wait_until
 from widebeam.config import Config, EngineConfig, ServerConfig
 from widebeam.engine import engine as engine_module
 from widebeam.engine import scheduler as scheduler_module
 from widebeam.errors import CheckpointError, ConfigError
-from widebeam.http.server import Server, serve
+from widebeam.http.server import BROKEN, Server, serve
 
 GOOD = {"input_ids": [7, 11, 30], "n": 2}
 
@@ -210,6 +211,20 @@ async def test_a_second_signal_stops_at_once(serving: Callable[..., Any]) -> Non
         assert await asyncio.wait_for(task, 10) == 128 + signal.SIGTERM
 
 
+async def test_a_dead_engine_answers_and_ends_the_process(
+    serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, url, engine = await serving()
+
+    def broken(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine._runtime, "launch", broken)
+    async with aiohttp.ClientSession(url) as session:
+        assert await asyncio.gather(*(_status(session) for _ in range(8))) == [503] * 8
+        assert await asyncio.wait_for(task, 10) == BROKEN
+
+
 async def test_a_bad_checkpoint_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         await serve(Config(engine=EngineConfig(model=str(tmp_path), device="cpu"), server=ServerConfig(port=0)))
@@ -261,7 +276,7 @@ class Engine:
         await asyncio.to_thread(time.sleep, 60)
 
 sys.modules["widebeam.engine.engine"] = types.SimpleNamespace(Engine=Engine)
-from widebeam.http.server import run
+from widebeam.http.server import BROKEN, run
 run(Config(engine=EngineConfig(model="m"), server=ServerConfig(port=0)))
 """
 

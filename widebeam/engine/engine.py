@@ -25,6 +25,8 @@ from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import Recommendation, ranked_items
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
+from widebeam.engine.stats import EngineStats
+from widebeam.engine.watchdog import Watchdog
 from widebeam.engine.worker import Worker
 from widebeam.errors import (
     CatalogError,
@@ -41,44 +43,6 @@ from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import resolve_checkpoint
 
 State = Literal["starting", "ready", "draining", "stopped", "dead"]
-
-
-class EngineStats(msgspec.Struct, kw_only=True):
-    """Numbers of one moment; counters run from the engine's start."""
-
-    requests_in_flight: int
-    rows_in_flight: int
-    row_levels_in_flight: int
-    """Rows to decode, over all levels."""
-    tokens_in_flight: int
-    requests_waiting: int
-    """Of those in flight, the ones that are in no wave yet."""
-    rows_waiting: int
-    tokens_waiting: int
-    requests_done: int
-    requests_refused: int
-    requests_refused_by: dict[str, int]
-    """By the budget that was full: requests, rows, row_levels or tokens."""
-    retry_after_seconds: float
-    """The wait that was told last to somebody who was refused; 0 before."""
-    waves: int
-    waves_by_levels: dict[int, int]
-    """By the most levels that their requests may have: 8, and each next one twice as many."""
-    wave_rows_limit: int
-    """Rows that a wave may have: --max-wave-rows, or less for a while after running out of memory."""
-    jobs_overtaken: int
-    """Requests that had to wait for a wave headed by a younger one, and then ran."""
-    jobs_aged: int
-    """Those of them that younger ones had held up for as long as is allowed, so that they went first."""
-    out_of_memory: int
-    fallbacks: int
-    """Slower ways taken than the device has, such as attention in plain PyTorch on a GPU."""
-    context_pages: int
-    context_pages_used: int
-    context_pages_high_water: int
-    beam_slots: int
-    beam_slots_used: int
-    beam_slots_high_water: int
 
 
 class Engine(Blocking):
@@ -99,6 +63,9 @@ class Engine(Blocking):
         self._limits: Limits
         self._budgets: Budgets
         self._worker: Worker
+        self._watchdog: Watchdog
+        self.died: asyncio.Event
+        """Set when the device or its thread has broken for good: nothing is searched any more."""
         self._runtime: Runtime
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Job, asyncio.Future[SearchResult]] = {}
@@ -109,6 +76,7 @@ class Engine(Blocking):
     async def start(self) -> None:
         """Load everything; returns when the engine can search. Raises StartupError."""
         self._loop = asyncio.get_running_loop()
+        self.died = asyncio.Event()
         try:
             folder = await asyncio.to_thread(self._read_checkpoint)
             self._worker = Worker(
@@ -117,6 +85,8 @@ class Engine(Blocking):
                 self._on_death,
             )
             self._worker.start()
+            self._watchdog = Watchdog(lambda: self._worker.busy, self.config.hang_timeout_s, self._worker.give_up)
+            self._watchdog.start()
             self._runtime = await asyncio.wrap_future(self._worker.ready)
             vocab_size = self.model_config.vocab_size
             eos = {*self.model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
@@ -175,6 +145,7 @@ class Engine(Blocking):
         if hasattr(self, "_worker"):
             self._worker.stop()
             await asyncio.to_thread(self._worker.join)
+            self._watchdog.stop()
         self._prompts.close()
 
     async def __aenter__(self) -> Engine:
@@ -350,4 +321,13 @@ class Engine(Blocking):
                 future.set_result(outcome.result)
 
     def _on_death(self) -> None:
+        """Called on any thread."""
         self.state = "dead"
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._answer_everybody)
+
+    def _answer_everybody(self) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineDead("the GPU thread died"))
+        self.died.set()

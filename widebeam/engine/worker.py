@@ -7,27 +7,26 @@ keeps the device busy, so that as many as possible go together. Whatever happens
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import torch
 
-from widebeam.engine.flight import Flight
+from widebeam.engine.reader import Deliver, Reader, Step
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome, Scheduler
+from widebeam.engine.watchdog import Busy
 from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, StartupError
 
 log = logging.getLogger(__name__)
-Deliver = Callable[[list[Outcome]], None]
-"""Takes outcomes; called on the GPU thread and on the reader's, must not block."""
 DEPTH = 2
 """Waves that are on the device at once: one runs, and one behind it keeps the device busy while results are read."""
 
@@ -52,53 +51,6 @@ class Call:
             self.future.set_exception(error)
 
 
-class Step(Enum):
-    """How far the oldest wave that has not come so far has come."""
-
-    PREFILLED = auto()
-    DONE = auto()
-
-
-class Reader:
-    """A thread that waits for launched waves, in order, and delivers what they gave."""
-
-    def __init__(self, deliver: Deliver, report: Callable[[Step | Exception], None]) -> None:
-        self._deliver, self._report = deliver, report
-        self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="widebeam-reader", daemon=True)
-        self._thread.start()
-
-    def add(self, flight: Flight) -> None:
-        self._flights.put(flight)
-
-    def close(self) -> None:
-        """Block until everything added has been delivered."""
-        self._flights.put(None)
-        self._thread.join()
-
-    def _main(self) -> None:
-        while (flight := self._flights.get()) is not None:
-            try:
-                flight.launched.wait_for_prefill()
-                self._report(Step.PREFILLED)
-                self._deliver(self._read(flight))
-            except Exception as error:  # the device is broken, which it says when it is waited for
-                self._report(error)
-                return
-            self._report(Step.DONE)
-
-    @staticmethod
-    def _read(flight: Flight) -> list[Outcome]:
-        """The wave's outcomes; a fault in reading them fails this wave alone."""
-        try:
-            return flight.outcomes()
-        except torch.AcceleratorError:
-            raise
-        except Exception:
-            log.exception("the results of a wave of %d requests could not be read", len(flight.jobs))
-            return [Outcome(job, EngineError("the search failed; see the server's log")) for job in flight.jobs]
-
-
 class Worker:
     """A thread that owns a Runtime."""
 
@@ -116,6 +68,9 @@ class Worker:
         self._prefilling = 0
         """How many of those waves have not left their prefill."""
         self._stopping = threading.Event()
+        self._progress_at = 0.0
+        self._on_host = False
+        self._hangs = False
         self.scheduler: Scheduler
         """From when the worker is ready."""
         self.out_of_memory = 0
@@ -135,14 +90,25 @@ class Worker:
         self._answer_if_ended()
         return future
 
+    @property
+    def busy(self) -> Busy | None:
+        """What goes on, for a watchdog to look at from its own thread."""
+        return Busy(self._progress_at, self._on_host) if self._on_host or self._flying else None
+
+    def give_up(self) -> None:
+        """The thread or the device hangs, for good: whatever is sent from now on is answered at once."""
+        self._hangs, self._end = True, EngineDead("the GPU does not answer")
+        self._died()
+        self._answer_if_ended()
+
     def stop(self) -> None:
         """Tell the thread to end: what waits fails, what runs fails at its next piece. Does not block."""
         self._stopping.set()
         self._inbox.put(None)
 
     def join(self) -> None:
-        """Block until the thread has ended."""
-        if self._thread.is_alive():
+        """Block until the thread has ended; one that hangs is left alone."""
+        if self._thread.is_alive() and not self._hangs:
             self._thread.join()
 
     def _main(self) -> None:
@@ -155,7 +121,7 @@ class Worker:
             ready.fail(error)
             return
         self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]))
-        reader = Reader(self._deliver, self._inbox.put)
+        reader = Reader(self._deliver, self._on_step)
         ready.run(runtime)
         try:
             self._loop(runtime, self.scheduler, reader)
@@ -165,10 +131,24 @@ class Worker:
             log.exception("the GPU thread died")
             self._end = EngineDead("the GPU thread died")
             self._died()
-            self._deliver([Outcome(job, self._end) for jobs in self._flying for job in jobs])
-        if jobs := self.scheduler.clear():
-            self._deliver([Outcome(job, self._end) for job in jobs])
         self._answer_if_ended()
+        left = [job for jobs in self._flying for job in jobs] + self.scheduler.clear()
+        if left:
+            self._deliver([Outcome(job, self._end) for job in left])
+
+    def _on_step(self, step: Step | Exception) -> None:
+        """Called on the reader's thread."""
+        self._progress_at = time.monotonic()
+        self._inbox.put(step)
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """The host is at work for the device, which may take long but not for ever."""
+        self._progress_at, self._on_host = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._progress_at, self._on_host = time.monotonic(), False
 
     def _loop(self, runtime: Runtime, scheduler: Scheduler, reader: Reader) -> None:
         """Waves until told to stop. Waits on the inbox only while nothing may be launched."""
@@ -182,7 +162,8 @@ class Worker:
                 if isinstance(message, Job):
                     scheduler.add(message)
                 elif isinstance(message, Call):
-                    message.run(runtime)
+                    with self._working():
+                        message.run(runtime)
                 elif message is Step.PREFILLED:
                     self._prefilling -= 1
                 else:
@@ -200,7 +181,8 @@ class Worker:
         """Start one wave. Running out of memory fails the wave alone; a broken device ends the thread."""
         self._flying.append(jobs)
         try:
-            flight = runtime.launch(jobs, self._stopping.is_set)
+            with self._working():
+                flight = runtime.launch(jobs, self._stopping.is_set)
         except torch.OutOfMemoryError:
             self.out_of_memory += 1
             self.scheduler.ran_out_of_memory(jobs)
@@ -236,3 +218,5 @@ class Worker:
                 self._deliver([Outcome(message, self._end)])
             elif isinstance(message, Call):
                 message.fail(self._end)
+            elif message is Step.DONE:
+                self._flying.popleft()

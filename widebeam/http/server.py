@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("widebeam.http")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 1024
+BROKEN = 70
+"""Exit status (EX_SOFTWARE) when the engine is dead."""
 _ANSWER_TIMEOUT_S = 5.0  # for handlers to answer 503 once the engine has given up their requests
 
 
@@ -96,7 +99,8 @@ class _Signals:
 
 
 async def serve(config: Config) -> int:
-    """Serve until a signal comes; returns the exit status: 0 after a drain, 128 + signal when told to stop at once.
+    """Serve until a signal comes; returns the exit status: 0 after a drain, 128 + signal when told to stop at once, and
+    BROKEN if the GPU or its thread broke, once everybody has been answered.
 
     Listens before the engine starts, so that `/health` can say "starting". Raises StartupError.
     """
@@ -109,10 +113,12 @@ async def serve(config: Config) -> int:
         await engine.start()
         with _Signals() as signals:
             print(f"ready on {server.url}", flush=True)
-            number = await signals.next()
-            log.info("%s: draining", number.name)
+            number = await _or_signal(engine.died.wait(), signals)
+            log.info("%s: draining", "the engine is dead" if number is None else number.name)
             second = await _or_signal(server.drain(), signals)
-            return 0 if second is None else 128 + second
+            if second is not None:
+                return 128 + second
+            return BROKEN if number is None else 0
     finally:
         await engine.stop()
         await server.stop()
@@ -136,4 +142,8 @@ def run(config: Config) -> int:
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a thread that loads weights cannot be interrupted in Python
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config))
+        status = runner.run(serve(config))
+    if status == BROKEN:  # a broken device may hold up the interpreter's own end for ever
+        logging.shutdown()
+        os._exit(status)
+    return status

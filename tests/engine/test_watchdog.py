@@ -1,0 +1,73 @@
+"""A hang is noticed, everybody is answered, and nothing waits for what will not come back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from widebeam.engine import watchdog as module
+from widebeam.engine.engine import Engine
+from widebeam.engine.request import SearchParams
+from widebeam.engine.watchdog import LAUNCH_FACTOR, Busy, Watchdog
+from widebeam.errors import EngineDead
+
+LIMIT_S = 0.2
+
+
+def hang_of(busy: Any) -> bool:
+    """Whether a watchdog over `busy` sees a hang within five times its limit."""
+    seen = threading.Event()
+    watchdog = Watchdog(busy, LIMIT_S, seen.set)
+    watchdog.start()
+    hangs = seen.wait(5 * LIMIT_S)
+    watchdog.stop()
+    return hangs
+
+
+def test_what_counts_as_a_hang() -> None:
+    start = time.monotonic()
+    assert hang_of(lambda: Busy(start, launching=False))
+    assert not hang_of(lambda: None)
+    assert not hang_of(lambda: Busy(time.monotonic(), launching=False)), "it moves"
+    start = time.monotonic()
+    assert not hang_of(lambda: Busy(start, launching=True)), "a launch may compile"
+    assert hang_of(lambda: Busy(start - LAUNCH_FACTOR * LIMIT_S, launching=True))
+
+
+async def test_a_launch_that_hangs_answers_everybody(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAUNCH_FACTOR", 1)
+    release = threading.Event()
+    async with Engine(str(checkpoint), device="cpu", hang_timeout_s=LIMIT_S) as engine:
+        monkeypatch.setattr(engine._runtime, "launch", lambda *_: release.wait(60))
+        searches = [engine.submit([5, 6], SearchParams(beam_width=4)) for _ in range(5)]
+        async with asyncio.timeout(20):
+            outcomes = await asyncio.gather(*searches, return_exceptions=True)
+            assert all(isinstance(outcome, EngineDead) for outcome in outcomes)
+            await engine.died.wait()
+        assert engine.state == "dead"
+        with pytest.raises(EngineDead):
+            await engine.submit([5], SearchParams(beam_width=4))
+    release.set()
+
+
+async def test_a_device_that_hangs_answers_everybody(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    async with Engine(str(checkpoint), device="cpu", hang_timeout_s=LIMIT_S) as engine:
+        launch = engine._runtime.launch
+
+        def hanging(*args: Any) -> Any:
+            flight = launch(*args)
+            monkeypatch.setattr(flight.launched, "wait_for_prefill", lambda: release.wait(60))
+            return flight
+
+        monkeypatch.setattr(engine._runtime, "launch", hanging)
+        searches = [engine.submit([5, 6], SearchParams(beam_width=4)) for _ in range(5)]
+        async with asyncio.timeout(20):
+            outcomes = await asyncio.gather(*searches, return_exceptions=True)
+        assert all(isinstance(outcome, EngineDead) for outcome in outcomes)
+    release.set()
