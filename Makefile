@@ -76,3 +76,11 @@ nightly:
 	  printf '## Against %s\n\n' $$old; \
 	  $(PYTHON) bench/compare.py $$old $(NIGHTLY)/$$(basename $$old) || status=1; echo; done >> build/nightly.md; \
 	  echo build/nightly.md; exit $$status
+
+# make online   a server of its own under load over HTTP: closed loops, and twice of what it can do
+.PHONY: online
+online: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+online: $(INSTALLED)
+	test -f build/qwen3-0.6b/config.json || $(BIN)/python bench/random_checkpoint.py qwen3-0.6b build/qwen3-0.6b
+	$(BIN)/python bench/online.py --checkpoint build/qwen3-0.6b --context 500 --width 64 --concurrency 1 2 4 8 --overload \
+	  --duration 30 --warm-up 10 --save build/online.json
