@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,22 @@ def test_a_broken_device_answers_everybody(bench: Bench) -> None:
     assert all(isinstance(outcome, EngineDead) for outcome in bench.outcomes.values())
     bench.submit("d")
     assert isinstance(bench.outcomes["d"], EngineDead)
+
+
+def test_a_wave_after_a_long_idle_time_is_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a watchdog looks, what it sees began with this wave."""
+    seen = []
+
+    class Watched(deque[Any]):
+        def append(self, jobs: Any) -> None:
+            super().append(jobs)
+            seen.append(bench.worker.busy)
+
+    monkeypatch.setattr(bench.worker, "_flying", Watched())
+    started = time.monotonic()
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    assert seen[0] is not None and seen[0].since >= started and seen[0].launching
 
 
 def test_stopping_lets_launched_waves_end(bench: Bench) -> None:

@@ -179,9 +179,9 @@ class Worker:
 
     def _launch(self, runtime: Runtime, jobs: list[Job], reader: Reader) -> None:
         """Start one wave. Running out of memory fails the wave alone; a broken device ends the thread."""
-        self._flying.append(jobs)
         try:
-            with self._working():
+            with self._working():  # first: a watchdog must never see a wave together with the time of the last one
+                self._flying.append(jobs)
                 flight = runtime.launch(jobs, self._stopping.is_set)
         except torch.OutOfMemoryError:
             self.out_of_memory += 1
