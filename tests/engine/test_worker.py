@@ -202,7 +202,7 @@ def test_a_broken_device_answers_everybody(bench: Bench) -> None:
     assert isinstance(bench.outcomes["d"], EngineDead)
 
 
-def test_a_wave_after_a_long_idle_time_is_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wave_after_a_long_idle_time_is_no_hang(bench: Bench) -> None:
     """Whenever a watchdog looks, what it sees began with this wave."""
     seen = []
 
@@ -211,7 +211,7 @@ def test_a_wave_after_a_long_idle_time_is_no_hang(bench: Bench, monkeypatch: pyt
             super().append(jobs)
             seen.append(bench.worker.busy)
 
-    monkeypatch.setattr(bench.worker, "_flying", Watched())
+    bench.worker._flying = Watched()
     started = time.monotonic()
     bench.submit("a")
     bench.until(lambda: len(bench.waves) == 1)

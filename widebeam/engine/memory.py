@@ -1,7 +1,8 @@
 """How large the KV pools are, decided once, before the first request.
 
 On a GPU by measurement: weights are loaded, the longest prompt and the most rows run once eagerly for their peak, and
-the context pool takes what is left of the allowed share. On a CPU by the settings alone: memory is only touched when pages are used.
+the context pool takes what is left of the allowed share. On a CPU by the settings alone: memory is only touched when
+pages are used.
 """
 
 from __future__ import annotations
