@@ -60,8 +60,9 @@ from loadgen import (
     settle,
     summary,
 )
+from loadreport import Level, markdown, plot
 from peers import DIALECTS
-from report import header, save, table
+from report import header, save
 from soak import machine, start_server
 
 CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
@@ -69,7 +70,6 @@ TRACE_WARM_UP = 4
 """Requests in flight before a trace begins."""
 STOP_S = 120.0
 HEALTH = Request("/health")
-Level = dict[str, Any]
 
 
 @asynccontextmanager
@@ -271,59 +271,6 @@ async def measure(arguments: argparse.Namespace) -> Level:
         if arguments.http_overhead:
             found = {"http_overhead": await bench.overhead(), "health": await bench.health(most)}
     return {"command": shlex.join(sys.argv), "cores": os.cpu_count(), "server": facts, "levels": bench.levels} | found
-
-
-COLUMNS = {
-    "load": "load", "sent": "sent", "ok": "ok", "refused": "429", "failed": "failed", "requests_per_s": "req/s",
-    "goodput_per_s": "goodput", "latency_p50_ms": "p50", "latency_p90_ms": "p90", "latency_p99_ms": "p99",
-    "queue_ms": "queue", "prefill_ms": "prefill", "decode_ms": "decode", "total_ms": "engine", "handler_ms": "handler",
-    "late_p99_ms": "late p99", "client_cpu": "client CPU", "goodput_of_peak": "goodput / peak",
-    "refused_share": "share of 429",
-}  # fmt: skip
-
-
-def markdown(report: Level) -> str:
-    """The tables of a report; times in ms."""
-    levels, blocks = report["levels"], []
-    used = [key for key in COLUMNS if any(level.get(key) is not None for level in levels)]
-    if levels:
-        rows = [[shown(level.get(key)) for key in used] for level in levels]
-        blocks.append(table([COLUMNS[key] for key in used], rows))
-    for part in ("http_overhead", "health"):
-        if part in report:
-            blocks.append(table([part, "value"], [(key, shown(value)) for key, value in report[part].items()]))
-    return "\n\n".join(blocks)
-
-
-def shown(value: object) -> object:
-    """Outcomes that failed, by what they were, in a cell."""
-    return ", ".join(f"{key}: {count}" for key, count in value.items()) or 0 if isinstance(value, dict) else value
-
-
-def plot(report: Level, path: Path) -> None:
-    """Latency against throughput: lines for closed loops and open ones, marks alone for bursts and traces."""
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for kind, style in (("closed", "o-"), ("open", "s--"), ("bursts", "^"), ("trace", "x")):
-        levels = [one for one in report["levels"] if one["kind"] == kind and one["ok"]]
-        levels.sort(key=lambda one: one["requests_per_s"])
-        for color, part in zip(("C0", "C1", "C3"), ("p50", "p90", "p99"), strict=True):
-            if levels:
-                points = [[one[key] for one in levels] for key in ("requests_per_s", f"latency_{part}_ms")]
-                axes.plot(*points, style, color=color, label=f"{part}, {kind}")
-        for one in levels:
-            at = (one["requests_per_s"], one["latency_p50_ms"])
-            axes.annotate(one["load"], at, xytext=(4, -10), textcoords="offset points", fontsize=7)
-    given = report["arguments"]
-    asked = "mixed" if given["mixed"] == "True" else f"context {given['context']}, width {given['width']}"
-    where = report["server"].get("machine", report["machine"])
-    axes.set(
-        xlabel="answers per second", ylabel="latency, ms", yscale="log", title=f"{asked}; {where}, {report['date']}"
-    )
-    axes.legend()
-    axes.grid(alpha=0.3, which="both")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 def options() -> argparse.ArgumentParser:
