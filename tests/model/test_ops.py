@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from widebeam.model.ops import FP8, add_rms_norm, merge_beams, quantize_rows, rotate_and_store, silu_mul
+from widebeam.model.ops import (
+    FP8,
+    add_product,
+    add_rms_norm,
+    merge_beams,
+    quantize_rows,
+    rms_norm,
+    rotate_and_store,
+    silu_mul,
+)
 
 EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
@@ -121,6 +130,16 @@ def test_add_rms_norm(dtype: torch.dtype, quantize: bool) -> None:
     else:
         close(normed, expected, 2 * ROUNDINGS[dtype])
         assert scale.shape == (0,)
+    assert all(map(torch.equal, rms_norm(total, weight, eps, quantize), (normed, scale)))
+
+
+@DTYPES
+def test_add_product(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    total, x, weight = rows(7, 48, dtype=dtype, spread=3), rows(7, 96, dtype=dtype), rows(48, 96, dtype=dtype)
+    expected = total.double() + x.double() @ weight.double().t()
+    add_product(total, x, weight)
+    close(total, expected, 4 * ROUNDINGS[dtype])
 
 
 @DTYPES
@@ -218,6 +237,9 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 def test_opcheck(device: str, dtype: torch.dtype, quantize: bool) -> None:
     """Schema, fake, mutation and the absence of aliasing, by torch's own checker."""
     torch.library.opcheck(add_rms_norm, to(device, norm_args(5, 64, dtype, quantize)))
+    x, _, weight, eps, _ = norm_args(5, 64, dtype, quantize)
+    torch.library.opcheck(rms_norm, to(device, (x, weight, eps, quantize)))
+    torch.library.opcheck(add_product, to(device, (x, rows(5, 32, dtype=dtype), rows(64, 32, dtype=dtype))))
     torch.library.opcheck(silu_mul, to(device, (rows(5, 64, dtype=dtype), quantize)))
     torch.library.opcheck(quantize_rows, to(device, (rows(5, 64, dtype=dtype),)))
     torch.library.opcheck(merge_beams, to(device, merge_args(5, 4, 2, 16, dtype, quantize, P=2, J=3, seen=2)))
@@ -239,6 +261,8 @@ def test_rows_on_cuda(dtype: torch.dtype, quantize: bool, T: int) -> None:
         expected_total, *expected = add_rms_norm(*args)
         assert torch.equal(total.cpu(), expected_total)
         close_rows(tuple(normed), tuple(expected), 2 * eps)
+        alone = rms_norm(total, args[2].cuda(), EPS, quantize)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(alone, normed, strict=True))
         x = rows(T, H, dtype=dtype)
         x[: T // 2] *= 1e-3
         values, scale = quantize_rows(x.cuda())

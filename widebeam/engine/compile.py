@@ -18,7 +18,7 @@ from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
 from widebeam.engine.state import PackedPrompts
 from widebeam.engine.step import forward_rows, prompt_body, prompt_last
-from widebeam.model.qwen3 import Stream
+from widebeam.model.layers import Stream
 
 EAGER = Programs(prompt_body, prompt_last, forward_rows, advance)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
@@ -78,15 +78,14 @@ def made_so_far(device: torch.device) -> Made:
 
 def kept_body(core: Core, prompts: PackedPrompts, plan: int) -> None:
     """`prompt_body` that returns nothing: a graph that returned tensors would keep others from running."""
-    stream = prompt_body(core, prompts, plan)
-    for place, part in zip(core.state.stream, stream, strict=True):
-        place[: part.shape[0]].copy_(part)
+    residual, delta = prompt_body(core, prompts, plan)
+    core.state.stream_TH[: residual.shape[0]].copy_(residual if delta is None else residual + delta)
 
 
 def kept_last(core: Core, prompts: PackedPrompts, stream: None, plan: int) -> None:
     """`prompt_last` behind `kept_body`."""
     rows = prompts.tokens_T.shape[0]
-    prompt_last(core, prompts, Stream(*(place[:rows] for place in core.state.stream)), plan)
+    prompt_last(core, prompts, Stream(core.state.stream_TH[:rows], None), plan)
 
 
 def _keep_in_place(core: Core) -> None:
@@ -95,7 +94,7 @@ def _keep_in_place(core: Core) -> None:
     for pool in pools:
         torch._dynamo.mark_static(pool)  # of a pool of symbolic size, torch 2.13 loses where a layer begins
     own = [value for value in vars(state).values() if isinstance(value, Tensor)]
-    for buffer in [*own, *state.finished, *state.stream, *pools]:
+    for buffer in [*own, *state.finished, *pools]:
         torch._dynamo.mark_static_address(buffer, guard=False)
 
 

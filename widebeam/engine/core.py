@@ -18,7 +18,7 @@ class Programs:
     """The functions that run on the device, compiled or as they are (see engine/compile.py)."""
 
     body: Callable[..., Any]
-    """`step.prompt_body`, for up to `padded_tokens` tokens; a graph leaves its result in BeamState.stream."""
+    """`step.prompt_body`, for up to `padded_tokens` tokens; a graph leaves its result in BeamState.stream_TH."""
     last: Callable[..., None]
     """`step.prompt_last`, which takes what `body` gave."""
     forward_rows: Callable[..., None]

@@ -105,8 +105,7 @@ def prompt_arrays(core: Core, requests: int, first: int, searches: list[Search])
     rows = token_rung(total) if token_rung(total) <= core.programs.padded_tokens else total
 
     def packed(parts: list[np.ndarray]) -> np.ndarray:
-        filling = np.zeros(rows - total, dtype=np.int64)
-        return np.concatenate([*parts, filling]).astype(np.int64)
+        return np.concatenate([*parts, np.zeros(rows - total, dtype=np.int64)], dtype=np.int64)
 
     spare = core.state.hidden_RH.shape[0] - 1
     return {

@@ -58,7 +58,7 @@ class BeamState:
         self.request_R = zeros(rows)
         self.first_row_B1 = zeros(max_requests + 2)  # where each request's rows begin, and at B where all end
         self.hidden_RH = zeros(rows, hidden_size, dtype=dtype)
-        self.stream = [zeros(padded_tokens + 1, hidden_size, dtype=dtype) for _ in range(2)]  # see compile.kept_body
+        self.stream_TH = zeros(padded_tokens + 1, hidden_size, dtype=dtype)  # see compile.kept_body
         self.path_RJ = zeros(rows, columns, dtype=torch.int32)
         self.token_JR = zeros(columns, rows, dtype=torch.int32)
         self.logprob_JR = zeros(columns, rows, dtype=torch.float32)

@@ -14,8 +14,9 @@ from widebeam.engine.core import Core
 from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.kv.beam import ancestor_slots
 from widebeam.model.attention import context_attention, prefill_attention
+from widebeam.model.layers import Stream
 from widebeam.model.ops import merge_beams, quantize_rows
-from widebeam.model.qwen3 import Attend, Attention, Stream
+from widebeam.model.qwen3 import Attend, Attention
 
 
 def prompt_body(core: Core, prompts: PackedPrompts, plan: int) -> Stream:
@@ -53,8 +54,7 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -
         q_BQD, _ = attention.place(layer, qkv, rotation, pools, prompts.last_slot_B, qkv.shape[0])
         return _rows_for(attention, context_attention(q_BQD, *pools, plan)[0])
 
-    last = Stream(stream.residual[prompts.last_B], stream.delta[prompts.last_B])
-    core.state.hidden_RH[prompts.row_B] = model.hidden(model.layers(layer, last, attend))
+    core.state.hidden_RH[prompts.row_B] = model.hidden(model.layers(layer, stream.rows(prompts.last_B), attend))
 
 
 def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: int, plan: int) -> None:

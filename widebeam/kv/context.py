@@ -62,9 +62,8 @@ class ContextKV:
 
     def slots(self, lease: ContextLease) -> np.ndarray:
         """The slot of each of the lease's tokens, int64."""
-        position = np.arange(lease.num_tokens, dtype=np.int64)
-        pages = np.asarray(lease.pages, dtype=np.int64)
-        return pages[position // self.page_size] * self.page_size + position % self.page_size
+        first = np.asarray(lease.pages, dtype=np.int64) * self.page_size
+        return (first[:, None] + np.arange(self.page_size)).reshape(-1)[: lease.num_tokens]
 
     def check_integrity(self) -> None:
         """Every page is free or held by exactly one lease. Raises RuntimeError."""

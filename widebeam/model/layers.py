@@ -9,12 +9,14 @@ Letters: L layers, T rows (prompt tokens or beams), H hidden, N outputs, D head 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from widebeam.model.config import RopeConfig
+from widebeam.model.ops import add_product, add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -23,6 +25,23 @@ class RMSNorm(nn.Module):
     def __init__(self, layers: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(layers, size), requires_grad=False)
+
+
+class Stream(NamedTuple):
+    """What travels between layers, [T, H] each: the residual, and what is still to be added to it, if anything."""
+
+    residual: Tensor
+    delta: Tensor | None
+
+    def rows(self, index_R: Tensor) -> Stream:
+        """Some of its rows, copied."""
+        return Stream(self.residual[index_R], None if self.delta is None else self.delta[index_R])
+
+    def norm(self, weight_H: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The residual with all added, its norm, and the norm's scale if that is quantised."""
+        if self.delta is None:
+            return self.residual, *rms_norm(self.residual, weight_H, eps, quantize)
+        return add_rms_norm(self.residual, self.delta, weight_H, eps, quantize)
 
 
 class Linear(nn.Module):
@@ -62,6 +81,13 @@ class Linear(nn.Module):
         if self.scale is None:
             return F.linear(x_TH, weight_NH, bias)
         return scaled_linear(x_TH, scale_T1, weight_NH, self.scale[layer, :, first:], bias, self.out_dtype)
+
+    def onto(self, layer: int, residual_TH: Tensor, x_TH: Tensor, scale_T1: Tensor) -> Stream:
+        """The product as part of a stream: in the residual already, which changes in place, where a product can add."""
+        if self.scale is None and self.bias is None:
+            add_product(residual_TH, x_TH, self.weight[layer])
+            return Stream(residual_TH, None)
+        return Stream(residual_TH, self(layer, x_TH, scale_T1))
 
 
 def scaled_linear(
@@ -107,12 +133,6 @@ class Rotary(nn.Module):
         """cos and sin, float32 [T, 1, D/2]; shared by all layers."""
         angle = positions_T.float()[:, None] * self.inv_freq
         return (angle.cos() * self.scale)[:, None], (angle.sin() * self.scale)[:, None]
-
-
-def rotate(x_TXD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle."""
-    low, high = x_TXD.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x_TXD.dtype)
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from widebeam.model.layers import rotate
-
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST = 1e-12
@@ -32,6 +30,12 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
+
+
+def rotate(x_TXD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its position's angle."""
+    low, high = x_TXD.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x_TXD.dtype)
 
 
 def _maybe_quantize(x_TH: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
@@ -62,6 +66,28 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantize:
 @add_rms_norm.register_fake
 def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), *empty_rows(x, x.shape[1], quantize)
+
+
+@torch.library.custom_op("widebeam::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor]:
+    """x [T, H], weight [H] -> (its norm [T, H], scale)."""
+    return _maybe_quantize(_rms_norm(x, weight, eps), quantize)
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(x, x.shape[1], quantize)
+
+
+@torch.library.custom_op("widebeam::add_product", mutates_args=("total",))
+def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """total [T, N] += x [T, H] @ weight [N, H].T, rounded once: the sum costs the product next to nothing."""
+    total.addmm_(x, weight.t())
+
+
+@add_product.register_fake
+def _(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    return None
 
 
 @torch.library.custom_op("widebeam::silu_mul", mutates_args=())
@@ -202,6 +228,7 @@ def _triton(name: str) -> Callable[..., Any]:
 
 
 add_rms_norm.register_kernel("cuda")(_triton("add_rms_norm"))
+rms_norm.register_kernel("cuda")(_triton("rms_norm"))
 silu_mul.register_kernel("cuda")(_triton("silu_mul"))
 quantize_rows.register_kernel("cuda")(_triton("quantize_rows"))
 rotate_and_store.register_kernel("cuda")(_triton("rotate_and_store"))

@@ -46,18 +46,20 @@ def _quantize_rows(x, out, scale, H: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_rms_norm(
+def _norm_rows(
     x, delta, weight, total, out, scale, eps,
     H: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
+    """The norm of x; or of x + delta, which is kept in `total`, if there is a delta."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     at, mask = row * H + column, column < H
     dtype = x.dtype.element_ty
-    added = tl.load(x + at, mask, 0.0).to(tl.float32) + tl.load(delta + at, mask, 0.0).to(tl.float32)
-    added = added.to(dtype)
-    tl.store(total + at, added, mask)
-    wide = added.to(tl.float32)
+    wide = tl.load(x + at, mask, 0.0).to(tl.float32)
+    if delta is not None:
+        added = (wide + tl.load(delta + at, mask, 0.0).to(tl.float32)).to(dtype)
+        tl.store(total + at, added, mask)
+        wide = added.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / H + eps)
     wide = wide.to(dtype).to(tl.float32) * tl.load(weight + column, mask, 0.0).to(tl.float32)
     _store_row(wide.to(dtype), out, at, mask, scale, row, QUANTIZE)
@@ -171,13 +173,23 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    x, delta, (T, H) = x.contiguous(), delta.contiguous(), x.shape
-    total = torch.empty_like(x)
+def _normed(
+    x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, quantize: bool
+) -> tuple[Tensor, Tensor]:
+    T, H = x.shape
     out, scale = ops.empty_rows(x, H, quantize)
     BLOCK = triton.next_power_of_2(H)
-    _add_rms_norm[(T,)](x, delta, weight, total, out, scale, eps, H, BLOCK, quantize, num_warps=_warps(BLOCK))
-    return total, out, scale
+    _norm_rows[(T,)](x, delta, weight, total, out, scale, eps, H, BLOCK, quantize, num_warps=_warps(BLOCK))
+    return out, scale
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor]:
+    return _normed(x.contiguous(), None, None, weight, eps, quantize)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return total, *_normed(x.contiguous(), delta.contiguous(), total, weight, eps, quantize)
 
 
 def silu_mul(gate_up: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:

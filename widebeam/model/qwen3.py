@@ -2,8 +2,8 @@
 where keys and values are kept and which of them a token sees is the business of the `attend` function that the caller
 passes in.
 
-Between layers two tensors travel: the residual stream and what the last product wants added to it, so that one kernel
-adds and norms.
+Between layers the residual stream travels. A plain product adds to it while it is written; what a quantised one wants
+added travels beside it, so that one kernel adds and norms.
 
 Letters: T rows (packed prompt tokens, or beams), H hidden, Q query heads, K key/value heads, D head size, N layers.
 """
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from widebeam.kv.pools import Pools
 from widebeam.model.config import ModelConfig
-from widebeam.model.layers import Linear, RMSNorm, Rotary, float32_linear
-from widebeam.model.ops import add_rms_norm, rotate_and_store, silu_mul
+from widebeam.model.layers import Linear, RMSNorm, Rotary, Stream, float32_linear
+from widebeam.model.ops import rotate_and_store, silu_mul
 
 
 class Rotation(NamedTuple):
@@ -28,13 +28,6 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-
-
-class Stream(NamedTuple):
-    """What travels between layers, [T, H] each: the next layer adds `delta` to `residual` before it norms."""
-
-    residual: Tensor
-    delta: Tensor
 
 
 class Attention(nn.Module):
@@ -85,9 +78,9 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(config.num_layers, config.hidden_size, 2 * config.intermediate_size)
         self.down_proj = Linear(config.num_layers, config.intermediate_size, config.hidden_size)
 
-    def forward(self, layer: int, x_TH: Tensor, scale_T1: Tensor) -> Tensor:
+    def forward(self, layer: int, residual_TH: Tensor, x_TH: Tensor, scale_T1: Tensor) -> Stream:
         gate_up = self.gate_up_proj(layer, x_TH, scale_T1)
-        return self.down_proj(layer, *silu_mul(gate_up, self.down_proj.quantized))
+        return self.down_proj.onto(layer, residual_TH, *silu_mul(gate_up, self.down_proj.quantized))
 
 
 class Layers(nn.Module):
@@ -102,21 +95,17 @@ class Layers(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, layer: int, stream: Stream, attend: Attend) -> Stream:
-        """One of them."""
+        """One of them. The residual that comes in may change in place."""
         qkv_proj, o_proj, mlp = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp
-        residual, x_TH, scale = add_rms_norm(*stream, self.input_layernorm.weight[layer], self.eps, qkv_proj.quantized)
-        delta = o_proj(layer, *attend(qkv_proj(layer, x_TH, scale)))
-        residual, x_TH, scale = add_rms_norm(
-            residual, delta, self.post_attention_layernorm.weight[layer], self.eps, mlp.gate_up_proj.quantized
-        )
-        return Stream(residual, mlp(layer, x_TH, scale))
+        residual, x_TH, scale = stream.norm(self.input_layernorm.weight[layer], self.eps, qkv_proj.quantized)
+        stream = o_proj.onto(layer, residual, *attend(qkv_proj(layer, x_TH, scale)))
+        weight = self.post_attention_layernorm.weight[layer]
+        return mlp(layer, *stream.norm(weight, self.eps, mlp.gate_up_proj.quantized))
 
     def store(self, layer: int, stream: Stream, rotation: Rotation, pools: Pools, slot_T: Tensor) -> None:
         """Nothing but a layer's keys and values, put in their slots: all that the last layer's early tokens owe."""
         attention = self.self_attn
-        _, x_TH, scale = add_rms_norm(
-            *stream, self.input_layernorm.weight[layer], self.eps, attention.qkv_proj.quantized
-        )
+        _, x_TH, scale = stream.norm(self.input_layernorm.weight[layer], self.eps, attention.qkv_proj.quantized)
         kv = attention.qkv_proj(layer, x_TH, scale, attention.q_size)
         attention.place(layer, kv, rotation, pools, slot_T, 0)
 
@@ -144,8 +133,7 @@ class Qwen3(nn.Module):
 
     def embed(self, tokens_T: Tensor) -> Stream:
         """What enters the first layer."""
-        x_TH = F.embedding(tokens_T, self.embed_tokens)
-        return Stream(x_TH, torch.zeros_like(x_TH))
+        return Stream(F.embedding(tokens_T, self.embed_tokens), None)
 
     def rotation(self, positions_T: Tensor) -> Rotation:
         """The rows' rotation by their positions."""
@@ -153,7 +141,7 @@ class Qwen3(nn.Module):
 
     def hidden(self, stream: Stream) -> Tensor:
         """Hidden states after the final norm, [T, H]."""
-        return add_rms_norm(*stream, self.norm, self.config.rms_norm_eps, False)[1]
+        return stream.norm(self.norm, self.config.rms_norm_eps, False)[1]
 
     def logits(self, hidden_RH: Tensor, head_VH: Tensor | None = None) -> Tensor:
         """Float32 logits over the vocabulary, [R, V], or over the rows of a smaller head."""
