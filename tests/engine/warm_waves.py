@@ -154,6 +154,8 @@ def soak(runtime: Runtime, catalog: Catalog, requests: int, seed: int, vocab_siz
             integer, limits, widest, vocab_size, limits.tokens, catalog=catalog if kind == 0 else None, stops=kind == 1,
             most=requests - done,
         )  # fmt: skip
+        if not searches:  # the first one drawn was larger than any wave
+            continue
         outcomes = runtime.run([Job(search, 0.0, None) for search in searches])
         for search, outcome in zip(searches, outcomes, strict=True):
             found = outcome.result.sequences  # type: ignore[union-attr]

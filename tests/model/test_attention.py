@@ -121,14 +121,14 @@ def test_opcheck(name: str, device: str, dtype: torch.dtype, D: int, eps: float)
     """Schema, fake kernel and the absence of aliasing, by torch's own checker."""
     plans = make_plans(name, device, dtype, D)
     prefill, prefill_handle = plans.prefill(4, None)
-    prefill.plan([3, 2], 5)
     context, context_handle = plans.context(4, 5, 1)
-    context.plan([4, 1], [6, 3], [[1, 2], [3]])
     q, k, v = (torch.randn(5, heads, D, device=device, dtype=dtype) for heads in (Q, K, K))
     pool = torch.randn(4 * S, K, D, device=device, dtype=dtype)
     strided = torch.randn(5, Q + K, D, device=device, dtype=dtype)[:, Q:]  # as a slice of fused projections
+    prefill.plan([3, 2], 5)
     torch.library.opcheck(prefill_attention, (q, k, v, prefill_handle))
     torch.library.opcheck(prefill_attention, (q, k, strided, prefill_handle))
+    context.plan([4, 1], [6, 3], [[1, 2], [3]])
     torch.library.opcheck(context_attention, (q, pool, pool.clone(), context_handle))
 
 

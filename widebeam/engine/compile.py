@@ -70,8 +70,10 @@ class Made(NamedTuple):
 
 def made_so_far(device: torch.device) -> Made:
     """Counts of graphs; they stand still once every shape in use is known."""
+    from torch._inductor import cudagraph_trees  # torch loads it with the first graph
+
     counters = torch._dynamo.utils.counters
-    manager = torch._inductor.cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
+    manager = cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
     captured = sum(len(nodes) for nodes in manager.roots.values()) if manager is not None else 0
     return Made(counters["stats"]["unique_graphs"], captured, counters["inductor"]["cudagraph_skips"])
 

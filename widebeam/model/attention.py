@@ -24,7 +24,10 @@ from widebeam.registry import Registry
 
 
 class PrefillPlan(Protocol):
-    """Which packed rows belong to which prompt. Used on the GPU thread only, like every plan."""
+    """Which packed rows belong to which prompt. Used on the GPU thread only, like every plan.
+
+    Planning holds until another plan of the backend is planned: they may share a workspace.
+    """
 
     def plan(self, lengths: Sequence[int], num_rows: int) -> None:
         """Prompts of these lengths lie one behind the other; rows up to `num_rows` only fill a shape."""

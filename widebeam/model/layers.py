@@ -96,14 +96,15 @@ def scaled_linear(
     """The product of quantised rows with quantised weights, [T, N] of `dtype`.
 
     CUDA multiplies float8 operands and scales the sums, in bfloat16 only (`fp8.why_not`); elsewhere the operands are
-    widened, which is exact.
+    widened, which is exact. A bias is added behind: cuBLAS has no scaled product with one for every size.
     """
     if x_TH.is_cuda:
-        return torch._scaled_mm(
-            x_TH, weight_NH.t(), scale_a=scale_T1, scale_b=scale_1N, bias=bias, out_dtype=dtype, use_fast_accum=True
+        product = torch._scaled_mm(
+            x_TH, weight_NH.t(), scale_a=scale_T1, scale_b=scale_1N, out_dtype=dtype, use_fast_accum=True
         )
-    wide = F.linear(x_TH.float(), weight_NH.float()) * scale_T1 * scale_1N
-    return (wide if bias is None else wide + bias.float()).to(dtype)
+    else:
+        product = (F.linear(x_TH.float(), weight_NH.float()) * scale_T1 * scale_1N).to(dtype)
+    return product if bias is None else product + bias
 
 
 def float32_linear(x_TH: Tensor, weight_VH: Tensor) -> Tensor:

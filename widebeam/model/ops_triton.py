@@ -1,6 +1,8 @@
 """The ops of `widebeam.model.ops` as Triton kernels and their launchers, one program for each row.
 
-Everything here is bound by memory, so a row is read once and held in registers. No kernel is specialised on a number
+Everything here is bound by memory, so a row is read once and held in registers; and rows run from the last to the
+first, since a product has just written the last ones, which are still in the cache, and the next begins with the first.
+No kernel is specialised on a number
 of rows; the model's sizes are compile-time constants. Offsets are 64-bit, since rows times size can pass 2^31.
 Arithmetic is float32, rounded to the rows' dtype where the plain implementations round. D is a power of two.
 
@@ -26,6 +28,12 @@ NEVER = tl.constexpr(-1e30)
 
 
 @triton.jit
+def _last_first():
+    """The row of this program."""
+    return (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+
+
+@triton.jit
 def _store_row(value, out, at, mask, scale, row, QUANTIZE: tl.constexpr):
     """Write a whole row that is zero outside the mask; quantise it if asked."""
     if QUANTIZE:
@@ -39,7 +47,7 @@ def _store_row(value, out, at, mask, scale, row, QUANTIZE: tl.constexpr):
 
 @triton.jit
 def _quantize_rows(x, out, scale, H: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    row = _last_first()
     column = tl.arange(0, BLOCK)
     at, mask = row * H + column, column < H
     _store_row(tl.load(x + at, mask, 0.0), out, at, mask, scale, row, True)
@@ -51,7 +59,7 @@ def _norm_rows(
     H: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """The norm of x; or of x + delta, which is kept in `total`, if there is a delta."""
-    row = tl.program_id(0).to(tl.int64)
+    row = _last_first()
     column = tl.arange(0, BLOCK)
     at, mask = row * H + column, column < H
     dtype = x.dtype.element_ty
@@ -68,7 +76,7 @@ def _norm_rows(
 @triton.jit
 def _silu_mul(gate_up, out, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr):
     """One program for each BLOCK of a row: for the whole row if its scale is wanted."""
-    row = tl.program_id(0).to(tl.int64)
+    row = _last_first()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     dtype = gate_up.dtype.element_ty
@@ -98,7 +106,7 @@ def _rotate_and_store(
     q_out, k_out, rows, copies, qkv_stride, k_stride, v_stride,
     Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = _last_first()
     half = tl.arange(0, D // 2)[None, :]
     cos_row, sin_row = tl.load(cos + row * (D // 2) + half), tl.load(sin + row * (D // 2) + half)
     source = qkv + row * qkv_stride
@@ -133,7 +141,7 @@ def _merge_beams(
     P: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """Softmax over P parts and the decoded keys, one after another with a running maximum; heads are rows of a tile."""
-    row = tl.program_id(0).to(tl.int64)
+    row = _last_first()
     head, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, D)[None, :]
     mask = head < Q
     at = head * D + column
