@@ -100,7 +100,8 @@ async def search(task: Task, settings: dict[str, Any], *, alone: bool = False) -
     answers: Answers = {}
     async with Engine(
         str(task.folder), catalog=None if task.catalog is None else str(task.catalog), max_context_len=longest + 1,
-        max_wave_tokens=WAVE_TOKENS, max_total_tokens=2 * max(WAVE_TOKENS, longest), max_levels=16, warmup="none", **settings,
+        max_wave_tokens=WAVE_TOKENS, max_total_tokens=2 * max(WAVE_TOKENS, longest), max_levels=16,
+        warmup="none", **settings,
     ) as engine:  # fmt: skip
         for name, case in task.cases.items():
             params = SearchParams(n=case.width, beam_width=case.width, max_new_tokens=case.tokens, ignore_eos=True)
