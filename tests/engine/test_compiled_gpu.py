@@ -14,6 +14,7 @@ from tests import tiny
 from tests.engine.warm_waves import make_runtime, make_search, soak
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.compile import made_so_far
+from widebeam.engine.engine import Engine
 from widebeam.engine.request import Sequence
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
@@ -112,3 +113,26 @@ def test_after_warm_up_nothing_is_made_and_memory_stands_still(large_heads: tupl
     gc.collect()
     assert runtime.fallbacks == 0 and made_so_far(runtime.device) == made
     assert torch.cuda.memory_allocated() == allocated
+
+
+def test_a_second_engine_has_graphs_of_its_own(large_heads: tuple[Path, Catalog]) -> None:
+    """At once with the first, and after it; each on a thread of its own."""
+    checkpoint, _ = large_heads
+    settings = GPU | {"max_context_len": LONGEST, "max_levels": 16, "warmup": "none"}
+    prompts = [np.random.default_rng(seed).integers(0, 150, 40).tolist() for seed in range(3)]
+
+    def answers(engine: Engine) -> list[list[Sequence]]:
+        found = [engine.generate(p, n=8, beam_width=32, max_new_tokens=3, ignore_eos=True) for p in prompts]
+        return [result.sequences for result in found]  # type: ignore[union-attr]
+
+    first, second, third = (Engine(str(checkpoint), **settings) for _ in range(3))
+    try:
+        expected = answers(first)
+        for _ in range(3):
+            assert answers(first) == expected
+            assert answers(second) == expected
+        first.close()
+        assert answers(third) == expected
+    finally:
+        for engine in (first, second, third):
+            engine.close()

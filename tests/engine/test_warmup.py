@@ -173,6 +173,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     compiles = property(lambda self: True, lambda self, value: None)
     monkeypatch.setattr(Runtime, "_compiles", compiles, raising=False)
+    monkeypatch.setattr("widebeam.model.reference.TorchBackend.replayable", True)
     monkeypatch.setattr("widebeam.engine.runtime.made_so_far", recorder.made_so_far)
     monkeypatch.setattr("widebeam.engine.runtime.compiled_programs", lambda core, _: compiled_programs(core, recorder))
     torch._dynamo.reset()

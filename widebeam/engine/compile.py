@@ -7,6 +7,9 @@ already, and take longer than launching them. Nothing here changes what a search
 
 from __future__ import annotations
 
+import threading
+import types
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,18 +35,39 @@ Program = Callable[..., None]
 
 def graphed(function: Program) -> Program:
     """Compiled once for all sizes, with cuBLAS for the products, and captured for each size."""
-    return torch.compile(function, mode="reduce-overhead", fullgraph=True, dynamic=True)
+    return torch.compile(_own(function), mode="reduce-overhead", fullgraph=True, dynamic=True)
 
 
 def tuned(function: Program) -> Program:
     """Compiled for each size, with the fastest product of several for each, if it holds the network's products."""
     if function not in (kept_body, forward_rows):
         return graphed(function)
-    return torch.compile(function, mode="max-autotune", fullgraph=True, dynamic=False)
+    return torch.compile(_own(function), mode="max-autotune", fullgraph=True, dynamic=False)
+
+
+def _own(function: Program) -> Program:
+    """A copy with a code object of its own, by which torch keeps what it compiled: else a second engine in the process
+    would replay the first one's graphs."""
+    assert isinstance(function, types.FunctionType)
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def _own_graph_trees() -> None:
+    """Graph trees belong to a thread, and torch 2.11 prepares only the one that first imports them."""
+    from torch._inductor import cudagraph_trees
+
+    if not hasattr(cudagraph_trees.local, "tree_manager_containers"):
+        cudagraph_trees.local.tree_manager_containers = {}
+        cudagraph_trees.local.tree_manager_locks = defaultdict(threading.Lock)
 
 
 def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graphed) -> Programs:
-    """The device functions in a compiled form, for this core's buffers, which must stay where they are."""
+    """The device functions in a compiled form, for this core's buffers, which must stay where they are.
+
+    Called on the thread that will run them.
+    """
+    if core.state.level.device.type == "cuda":
+        _own_graph_trees()
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal are not one size
     torch._dynamo.config.specialize_float = True  # ours never change; else every function is traced twice
     torch._dynamo.config.recompile_limit = VARIANTS

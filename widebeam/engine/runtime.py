@@ -75,6 +75,9 @@ class Runtime:
         """Slower ways taken than this device has, each kind logged once."""
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
+        if self._compiles and not backend.replayable:
+            log.warning("nothing is compiled or captured: the attention backend can do neither")
+            self._compiles, self.fallbacks = False, self.fallbacks + 1
         self._plans = Plans(backend)
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)

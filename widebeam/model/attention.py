@@ -57,6 +57,8 @@ class AttentionBackend(Protocol):
     """What turns the backend's log-sum-exp into natural logarithms."""
     fallbacks: int
     """Faster kernels of its own that it tried in vain."""
+    replayable: bool
+    """Whether a captured graph follows later planning: its plans keep their buffers."""
 
     def prefill_plan(self, requests: int, rows: int | None) -> PrefillPlan:
         """A plan for up to so many prompts, in exactly `rows` rows if a graph is to replay it."""

@@ -55,6 +55,7 @@ class FlashInferBackend:
     """
 
     lse_scale = math.log(2)
+    replayable = True
 
     def __init__(
         self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device

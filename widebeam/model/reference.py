@@ -65,6 +65,7 @@ class TorchBackend:
 
     lse_scale = 1.0
     fallbacks = 0
+    replayable = False
 
     def __init__(
         self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device
