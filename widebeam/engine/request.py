@@ -18,6 +18,33 @@ NO_CATALOG = "none"
 """Catalog name that switches the constraint off for one request."""
 
 
+MAX_TOP_LOGPROBS = 128
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of a text are drawn, and what bends their probabilities first, in SGLang's order: penalties and
+    bias, then temperature, then top-k, top-p and min-p. Reported log-probabilities are the model's own, unbent."""
+
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    """0: the most probable token."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Tokens less probable than this share of the most probable one are left out."""
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    """Taken from a logit for each time that its token was generated."""
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    """Taken once if its token was generated."""
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    """Divides a positive logit and multiplies a negative one, if its token is in the prompt or was generated."""
+    logit_bias: dict[TokenId, float] = {}
+    """Added to the logits of these tokens."""
+    min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_LEVELS)] = 0
+    """Until there are so many, no stop token is drawn."""
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """The same seed draws the same texts, whatever else runs. None: others each time."""
+
+
 class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to search. Every field has the meaning that it has on the wire; `Engine.submit` checks them."""
 
@@ -39,6 +66,16 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Stop tokens beside the model's own. Not used with a catalog, where the item's depth ends a sequence."""
     ignore_eos: bool = False
     """Empty the whole stop set, `stop_token_ids` included, as SGLang does."""
+    sampling: Sampling | None = None
+    """Draw `n` independent texts. None: beams, or the one text of the most probable tokens. Not with a catalog, a
+    policy or a `beam_width` over 1."""
+    suppress_special_tokens: bool = False
+    """Never generate the tokenizer's special tokens: what NVIDIA's server does under ignore_eos. Not with a catalog,
+    whose items decide."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    """For each token of a result, so many of the most probable tokens in its place. Not with the normaliser `legal`."""
+    return_beam_details: bool = False
+    """Also return all beams that were live after each level."""
     timeout_ms: Annotated[int, Meta(ge=1, le=3_600_000)] | None = None
     """Time from submission after which the answer is no longer wanted."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
@@ -61,6 +98,18 @@ class Sequence(msgspec.Struct, kw_only=True):
     """stop: ended by a stop token; item: spells a whole SID of the catalog; length: the last level was reached."""
     node: int = -1
     """Catalog node that the sequence ends at; -1 without a catalog."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """For each token, the most probable tokens in its place with their log-probabilities, best first, if asked for."""
+
+
+class LevelBeams(msgspec.Struct, kw_only=True):
+    """The beams that were live after a level, best first; of the last level, those that are returned."""
+
+    parents: list[int]
+    """Places in the level before; 0 at the first level, whose parent is the prompt."""
+    token_ids: list[int]
+    scores: list[float]
+    """Cumulative log-probabilities."""
 
 
 class Timing(msgspec.Struct, kw_only=True):
@@ -84,6 +133,8 @@ class SearchResult(msgspec.Struct, kw_only=True):
     catalog_version: int | None
     timing_ms: Timing
     warnings: list[str] = msgspec.field(default_factory=list)
+    levels: list[LevelBeams] | None = None
+    """Beams by level, if asked for."""
 
     @property
     def completion_tokens(self) -> int:
