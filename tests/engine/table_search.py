@@ -57,7 +57,7 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
             if request < len(searches):
                 state.hidden_RH[row] = tables[request].row(prefix_of(state, row, level))
         advance(core, data, trie.level(level) if trie is not None else None, shape)
-    outcomes = unpack(wave.searches, *collect(core, wave).arrays())
+    outcomes, _ = unpack(wave.searches, *collect(core, wave).arrays())
     return [
         [Found(tuple(s.token_ids), s.cum_logprob, s.score, s.finish_reason) for s in outcome]  # type: ignore[union-attr]
         for outcome in outcomes

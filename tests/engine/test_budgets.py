@@ -159,7 +159,7 @@ WAVE = WaveLimits(requests=4, tokens=1000, rows=256, context_pages=100, beam_slo
 
 
 def limits(**fields: Any) -> Limits:
-    return Limits(EngineConfig(model="x", **fields), 1000, 1200, frozenset({2}), WAVE)
+    return Limits(EngineConfig(model="x", **fields), 1000, 1200, frozenset({2}), (), WAVE)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from widebeam.engine.scheduler import CLEAN_WAVES, Job, Outcome, Scheduler, WaveLimits
+from widebeam.engine.scheduler import CLEAN_WAVES, Job, Load, Outcome, Scheduler, WaveLimits
 from widebeam.engine.shapes import LEAST_ROWS, rung, token_rung
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded
@@ -130,6 +131,52 @@ def test_every_decision_is_counted() -> None:
     assert [len(scheduler.next_wave(now)) for now in (0.0, 0.25, 0.375, 9.0)] == [2, 1, 1, 0]
     assert scheduler.waves == {8: 1, 16: 0, 32: 1, 64: 1, 128: 0, 256: 0, 512: 0}
     assert (scheduler.jobs_overtaken, scheduler.jobs_aged) == (1, 0)
+    assert {reason: count for reason, count in scheduler.closed_by.items() if count} == {"levels": 2, "empty": 1}
+    for levels in (64, 3):
+        scheduler.add(make_job("a", levels=levels, width=1))
+    assert scheduler.waves_passing == 0
+    assert len(scheduler.next_wave(9.5, Load())) == 1 and scheduler.next_wave(9.75, Load()) == []
+    assert scheduler.waves_passing == 1
+
+
+def test_a_wave_is_closed_by_what_keeps_the_next_in_turn_out() -> None:
+    def closed_by(*jobs: Job) -> str:
+        scheduler = Scheduler(LIMITS, lambda _: None)
+        for job in jobs:
+            scheduler.add(job)
+        scheduler.next_wave(0.0)
+        (reason,) = (reason for reason, count in scheduler.closed_by.items() if count)
+        return reason
+
+    assert closed_by(*[make_job("a") for _ in range(4)]) == "empty"
+    assert closed_by(*[make_job("a") for _ in range(5)]) == "requests"
+    assert closed_by(make_job("a", tokens=60), make_job("b", tokens=50), make_job("c", width=60)) == "tokens"
+    assert closed_by(make_job("a", tokens=150), make_job("b")) == "tokens"
+    assert closed_by(make_job("a", width=40), make_job("b", width=30)) == "rows"
+    assert closed_by(*[make_job(name, tokens=17 if name == "a" else 1) for name in "ab"]) == "empty"
+    assert closed_by(make_job("a", levels=100, width=1), make_job("b", levels=65, width=4)) == "slots"
+    assert closed_by(make_job("a"), make_job("b", normalizer="level")) == "kind"
+    assert closed_by(make_job("a"), make_job("b", levels=9, width=1)) == "levels"
+    few = replace(LIMITS, context_pages=3)
+    scheduler = Scheduler(few, lambda _: None)
+    for tokens in (9, 9):  # two pages each
+        scheduler.add(make_job("a", tokens=tokens))
+    scheduler.next_wave(0.0)
+    assert scheduler.closed_by["pages"] == 1
+
+
+def test_what_waves_were_like_is_counted() -> None:
+    scheduler = Scheduler(LIMITS, lambda _: None)
+    for job in (make_job("a", tokens=3), make_job("b", tokens=20, width=9), make_job("c", normalizer="level")):
+        scheduler.add(job)
+    while scheduler.next_wave(0.0):
+        pass
+    seen = scheduler.distributions
+    assert (sum(seen.wave_requests.counts), seen.wave_requests.sum) == (2, 3)
+    assert (sum(seen.wave_rows.counts), seen.wave_rows.sum) == (2, 4 + 9 + 4)
+    assert (sum(seen.wave_prompt_tokens.counts), seen.wave_prompt_tokens.sum) == (2, 33)
+    assert (sum(seen.beam_width.counts), seen.beam_width.sum) == (3, 17)
+    assert (sum(seen.prompt_length_tokens.counts), seen.prompt_length_tokens.sum) == (3, 33)
 
 
 # Memory
@@ -261,7 +308,7 @@ class Arrivals(RuleBasedStateMachine):
         assert 1 <= rows_limit <= LIMITS.rows
         wave = self.scheduler.next_wave(self.now)
         assert {outcome.job for outcome in self.dropped[already:]} == gone
-        assert len(self.dropped) == already + len(gone)
+        assert len(self.dropped) == already + len(gone) == self.scheduler.jobs_dropped
         self.waiting = [job for job in self.waiting if job not in gone]
         assert bool(wave) == bool(self.waiting)
         if wave:
@@ -294,7 +341,7 @@ class Arrivals(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.waiting or self.last_wave:
             self.cut_a_wave(16)
-        assert sum(self.scheduler.waves.values()) == len(self.ran)
+        assert sum(self.scheduler.waves.values()) == sum(self.scheduler.closed_by.values()) == len(self.ran)
 
 
 TestArrivals = Arrivals.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
+from widebeam.engine.search import PIECE, Between
 from widebeam.engine.wave import Search
-from widebeam.engine.worker import DEPTH, Worker
+from widebeam.engine.worker import DEPTH, PASSING, Worker
 from widebeam.errors import EngineDead, EngineError, OutOfMemory
 
 LIMITS = WaveLimits(requests=4, tokens=1000, rows=1000, context_pages=1000, beam_slots=10_000, page_size=16)
@@ -49,26 +51,33 @@ class Bench:
         self.waves: list[Wave] = []
         self.outcomes: dict[str, Any] = {}
         self.launch_fault: BaseException | None = None
+        self.boundaries: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """A launching long wave comes to its next boundary for each."""
         self.dead = threading.Event()
         runtime: Any = SimpleNamespace(limits=LIMITS, launch=self._launch)
         self.worker = Worker(lambda: runtime, self._deliver, self.dead.set)
         self.worker.start()
         self.worker.ready.result(20)
 
-    def _launch(self, jobs: list[Job], stopping: Callable[[], bool]) -> Any:
+    def _launch(self, jobs: list[Job], stopping: Callable[[], bool], between: Between) -> Any:
         if self.launch_fault is not None:
             fault, self.launch_fault = self.launch_fault, None
             raise fault
-        self.waves.append(Wave(jobs))
-        return self.waves[-1]
+        wave = Wave(jobs)
+        self.waves.append(wave)
+        for _ in range((jobs[0].search.levels - 1) // PIECE):
+            assert self.boundaries.get(timeout=20)
+            if between.others_wait():
+                between.run_others()
+        return wave
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
             self.outcomes.setdefault(outcome.job.search.request_id, outcome.result)
 
-    def submit(self, *names: str) -> None:
+    def submit(self, *names: str, levels: int = 2, width: int = 4) -> None:
         for name in names:
-            search = Search(name, np.zeros(3, dtype=np.int32), (4, 4), 4, None, "vocab", 1, (), 1.0)
+            search = Search(name, np.zeros(3, dtype=np.int32), (width,) * levels, width, None, "vocab", 1, (), 1.0)
             self.worker.submit(Job(search, time.monotonic(), None))
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -120,6 +129,70 @@ def test_no_more_than_two_waves_are_on_the_device(bench: Bench) -> None:
     bench.waves[0].finish()
     bench.until(lambda: len(bench.waves) == DEPTH + 1)
     assert bench.names(DEPTH) == ["c", "d", "e"]
+
+
+def test_short_waves_pass_a_long_one(bench: Bench) -> None:
+    bench.submit("long", levels=3 * PIECE)
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.submit("a", "b")
+    bench.submit("other", levels=PIECE + 1)
+    between_waves = bench.worker.call(lambda _: len(bench.waves))
+    bench.submit("c")
+    bench.boundaries.put(True)
+    bench.until(lambda: len(bench.waves) == 2)
+    assert bench.names(1) == ["a", "b", "c"]
+    bench.waves[1].finish()
+    bench.until(lambda: set(bench.outcomes) == {"a", "b", "c"})
+    assert not between_waves.done() and bench.worker.busy is not None
+    bench.boundaries.put(True)  # where nobody waits who could pass
+    assert between_waves.result(20) == 2
+    bench.waves[0].finish()
+    bench.until(lambda: len(bench.waves) == 3)
+    bench.boundaries.put(True)
+    bench.waves[2].finish()
+    bench.until(lambda: bench.outcomes.get("other") == "result of other")
+    assert bench.outcomes["long"] == "result of long"
+    bench.until(lambda: bench.worker.busy is None)
+
+
+def test_a_long_wave_goes_on_however_many_wait_and_takes_what_it_holds(bench: Bench) -> None:
+    bench.submit("long", levels=2 * PIECE + 1, width=500)  # 512 * 16 of 10,000 slots
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.submit("large", levels=PIECE, width=300)
+    bench.submit(*(f"a{k}" for k in range(4 * PASSING + 4)))
+    bench.boundaries.put(True)
+    bench.until(lambda: len(bench.waves) == 1 + PASSING)
+    assert [bench.names(1 + k) for k in range(PASSING)] == [[f"a{4 * k + i}" for i in range(4)] for k in range(PASSING)]
+    bench.launch_fault = RuntimeError("this wave alone")
+    bench.boundaries.put(True)
+    bench.until(lambda: len(bench.outcomes) == 4)
+    assert isinstance(bench.outcomes[f"a{4 * PASSING}"], EngineError)
+    for wave in bench.waves:
+        wave.finish()
+    bench.until(lambda: bench.names(-1) == ["large"])
+    bench.waves[-1].finish()
+    bench.until(lambda: len(bench.outcomes) == 4 * PASSING + 6)
+    assert bench.outcomes["long"] == "result of long"
+
+
+def test_what_the_waves_on_the_device_take(bench: Bench) -> None:
+    """Two levels of width 4, and 3 tokens of a page."""
+    assert bench.worker.on_device == []
+    bench.submit("a")
+    bench.until(lambda: len(bench.waves) == 1)
+    bench.submit("b", "c")
+    bench.settled()
+    (first,) = bench.worker.on_device
+    assert (first.requests, first.rows, first.tokens, first.pages, first.slots) == (1, 4, 3, 1, 16)
+    bench.waves[0].prefilled.set()
+    bench.until(lambda: len(bench.waves) == 2)
+    assert [(load.requests, load.rows, load.pages) for load in bench.worker.on_device] == [(1, 4, 1), (2, 8, 2)]
+    for wave in bench.waves:
+        wave.finish()
+    bench.until(lambda: bench.worker.on_device == [])
+    seen = bench.worker.scheduler.distributions
+    assert sum(seen.wave_host_seconds.counts) == 2 and seen.wave_host_seconds.sum > 0
+    assert sum(seen.company_wait_seconds.counts) == 1, "the first wave waited for nobody"
 
 
 def test_results_come_in_order_and_once(bench: Bench) -> None:

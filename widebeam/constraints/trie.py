@@ -14,12 +14,42 @@ from torch import Tensor
 from widebeam.constraints.catalog import Catalog
 
 
+class Masks(NamedTuple):
+    """Which items each request of a wave allows, as F distinct masks over the catalog's rows."""
+
+    mask_B1: Tensor  # int64, each request's mask; -1: all items
+    words_FW: Tensor  # int64, bit i of word w is row 64 w + i
+    before_FW: Tensor  # int32 [F, W + 1], allowed rows before each word
+
+    def any_among(self, mask_M: Tensor, lo_M: Tensor, hi_M: Tensor) -> Tensor:
+        """Whether rows lo .. hi - 1 hold an allowed one, bool [M]: two counts and a difference, however wide the range
+        (Jacobson's rank, 1989)."""
+        return (mask_M < 0) | (self._count(mask_M, hi_M) > self._count(mask_M, lo_M))
+
+    def _count(self, mask_M: Tensor, row_M: Tensor) -> Tensor:
+        """Allowed rows before each row."""
+        mask_M, word_M = mask_M.clamp_min(0), row_M >> 6
+        inside_M = self.words_FW[mask_M, word_M.clamp_max(self.words_FW.shape[1] - 1)] & ((1 << (row_M & 63)) - 1)
+        return self.before_FW[mask_M, word_M] + _ones(inside_M)
+
+
+def _ones(x: Tensor) -> Tensor:
+    """Bits that are set in each int64, by adding neighbours."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (x * 0x0101010101010101) >> 56
+
+
 class TrieLevel(NamedTuple):
     """The tree as a search sees it at one level."""
 
     first_child: Tensor  # int32 [nodes + 1]
     code: Tensor  # int32 [nodes], the code that leads to each node
     terminal: Tensor  # bool [nodes]
+    item_lo: Tensor  # int32 [nodes], the first item row below each node
+    item_hi: Tensor  # int32 [nodes], one past the last
+    item_own: Tensor  # int32 [nodes], one past the last whose SID the node spells; empty unless SIDs differ in length
     codebook: Tensor  # int64 [C], token ids
     head: Tensor  # [C, H], their rows of the output projection
 
@@ -40,13 +70,23 @@ class TrieLevel(NamedTuple):
         child_M = first_R[row_M] + slot_M - (end_R[row_M] - count_R[row_M])
         return row_M, torch.where(real_M, child_M, 0), real_M, end_R
 
-    def is_terminal(self, node_M: Tensor) -> Tensor:
-        """Whether some item's SID ends at the node."""
-        return self.terminal[node_M]
+    def allows(self, masks: Masks, mask_M: Tensor, node_M: Tensor) -> Tensor:
+        """Whether some allowed item lies at or below the node."""
+        return masks.any_among(mask_M, self.item_lo[node_M].long(), self.item_hi[node_M].long())
 
-    def has_children(self, node_M: Tensor) -> Tensor:
-        """Whether some item's SID goes on below the node."""
-        return self.first_child[node_M + 1] > self.first_child[node_M]
+    def is_terminal(self, node_M: Tensor, masks: Masks | None, mask_M: Tensor | None) -> Tensor:
+        """Whether some allowed item's SID ends at the node, which is allowed."""
+        ends_M = self.terminal[node_M]
+        if masks is None or mask_M is None or not self.item_own.shape[0]:
+            return ends_M
+        return ends_M & masks.any_among(mask_M, self.item_lo[node_M].long(), self.item_own[node_M].long())
+
+    def has_children(self, node_M: Tensor, masks: Masks | None, mask_M: Tensor | None) -> Tensor:
+        """Whether some allowed item's SID goes on below the node, which is allowed."""
+        goes_on_M = self.first_child[node_M + 1] > self.first_child[node_M]
+        if masks is None or mask_M is None or not self.item_own.shape[0]:
+            return goes_on_M
+        return goes_on_M & masks.any_among(mask_M, self.item_own[node_M].long(), self.item_hi[node_M].long())
 
 
 class DeviceTrie:
@@ -61,14 +101,17 @@ class DeviceTrie:
         self.first_child = put(index.first_child.astype(np.int32))
         self.code = put(index.code.astype(np.int32))
         self.terminal = put(index.num_terminal > 0)
+        self.item_lo, self.item_hi = put(index.item_lo.astype(np.int32)), put(index.item_hi.astype(np.int32))
+        own = index.item_lo + index.num_terminal if index.mixed_depth else np.zeros(0)
+        self.item_own = put(own.astype(np.int32))
         self.codebooks = [put(tokens.astype(np.int64)) for tokens in catalog.level_token_ids]
         self.heads = [head_VH[codes] for codes in self.codebooks]
 
     def level(self, level: int) -> TrieLevel:
         """The tree for candidates of that level."""
-        return TrieLevel(self.first_child, self.code, self.terminal, self.codebooks[level], self.heads[level])
+        return TrieLevel(*self.nodes, self.codebooks[level], self.heads[level])
 
     @property
     def nodes(self) -> list[Tensor]:
         """The arrays that all levels share."""
-        return [self.first_child, self.code, self.terminal]
+        return [self.first_child, self.code, self.terminal, self.item_lo, self.item_hi, self.item_own]

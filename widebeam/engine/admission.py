@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import secrets
 import uuid
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.budgets import budget_limits, demand, flag
-from widebeam.engine.request import Normalizer, SearchParams
+from widebeam.engine.request import Normalizer, Sampling, SearchParams
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import rung
 from widebeam.engine.wave import Search, bound_widths, join_factor
@@ -35,6 +36,8 @@ class Limits:
     vocab_size: int
     max_context_len: int
     eos_token_ids: frozenset[int]
+    special_token_ids: tuple[int, ...]
+    """The tokenizer's; empty without one."""
     wave: WaveLimits
 
     @functools.cached_property
@@ -61,6 +64,7 @@ def admit(
     """The search that answers the request, and warnings about what has no effect. Raises InvalidRequest."""
     tokens = check_tokens(token_ids, limits.vocab_size)
     levels = _levels(params, catalog, limits)
+    sampling = _sampling(params, levels, catalog, limits)
     widths = _widths(params, levels, catalog, limits)
     if params.n > widths[-1]:
         raise InvalidRequest(f"n is {params.n}, but the beam is only {widths[-1]} wide at its last level", param="n")
@@ -73,20 +77,25 @@ def admit(
         )
     greedy = params.policy is None and params.beam_width in (None, 1)
     stops, warnings = _stops(params, catalog, limits)
+    special, more = _special(params, catalog, limits)
     search = Search(
         request_id=params.request_id or uuid.uuid4().hex,
         token_ids=tokens,
-        widths=bound_widths(widths, catalog, limits.vocab_size),
+        widths=widths if sampling else bound_widths(widths, catalog, limits.vocab_size - len(special)),
         num_returned=params.n,
         catalog=catalog,
         normalizer=_normalizer(params, catalog),
         join=join_factor(catalog, greedy=greedy, has_stops=bool(stops)),
         stop_token_ids=stops,
         length_penalty=params.length_penalty,
+        sampling=sampling,
+        special_token_ids=special,
+        top_logprobs=params.top_logprobs,
+        return_beam_details=params.return_beam_details,
     )
     _check_memory(search, limits.wave)
     _check_budgets(search, limits.budgets)
-    return search, warnings
+    return search, warnings + more
 
 
 def check_tokens(token_ids: Seq[int] | np.ndarray, vocab_size: int) -> np.ndarray:
@@ -128,8 +137,11 @@ def _levels(params: SearchParams, catalog: Catalog | None, limits: Limits) -> in
 
 
 def _widths(params: SearchParams, levels: int, catalog: Catalog | None, limits: Limits) -> tuple[int, ...]:
-    widths = beam_widths(params.policy, levels, params.beam_width)
-    param = "beam_width" if params.policy is None else "policy.widths"
+    if params.sampling is not None:
+        widths, param = (params.n,) * levels, "n"
+    else:
+        widths = beam_widths(params.policy, levels, params.beam_width)
+        param = "beam_width" if params.policy is None else "policy.widths"
     widest, limit = max(widths), limits.config.max_beam_width
     if widest > limit:
         raise InvalidRequest(
@@ -137,7 +149,7 @@ def _widths(params: SearchParams, levels: int, catalog: Catalog | None, limits: 
             code="beam_too_wide",
             param=param,
         )
-    if catalog is None and widest > limits.vocab_size:
+    if catalog is None and params.sampling is None and widest > limits.vocab_size:
         raise InvalidRequest(
             f"{param} asks for {widest} beams, more than the vocabulary's {limits.vocab_size} tokens",
             code="beam_too_wide",
@@ -149,6 +161,8 @@ def _widths(params: SearchParams, levels: int, catalog: Catalog | None, limits: 
 def _normalizer(params: SearchParams, catalog: Catalog | None) -> Normalizer:
     if catalog is None and params.normalizer in ("level", "legal"):
         raise InvalidRequest(f"normalizer {params.normalizer!r} needs a catalog", param="normalizer")
+    if params.normalizer == "legal" and params.top_logprobs:
+        raise InvalidRequest("top_logprobs are not available with normalizer 'legal'", param="top_logprobs")
     return params.normalizer or ("vocab" if catalog is None else "level")
 
 
@@ -166,6 +180,45 @@ def _stops(params: SearchParams, catalog: Catalog | None, limits: Limits) -> tup
     if params.ignore_eos:
         return (), []
     return tuple(sorted(limits.eos_token_ids.union(params.stop_token_ids))), []
+
+
+def _sampling(params: SearchParams, levels: int, catalog: Catalog | None, limits: Limits) -> Sampling | None:
+    """Checked against the rest of the request, with a seed. Raises InvalidRequest."""
+    sampling = params.sampling
+    if sampling is None:
+        return None
+    if catalog is not None or params.policy is not None or params.beam_width not in (None, 1):
+        raise InvalidRequest(
+            "sampling draws texts of one beam: no catalog, policy or beam_width over 1", param="sampling"
+        )
+    for token, bias in sampling.logit_bias.items():
+        if token >= limits.vocab_size:
+            raise InvalidRequest(
+                f"logit_bias names token {token}, outside the vocabulary of {limits.vocab_size}",
+                code="token_out_of_vocabulary",
+                param="logit_bias",
+            )
+        if not math.isfinite(bias):
+            raise InvalidRequest(f"logit_bias of token {token} must be a finite number", param="logit_bias")
+    if sampling.min_new_tokens > levels:
+        raise InvalidRequest(
+            f"min_new_tokens is {sampling.min_new_tokens}, but only {levels} are to be generated",
+            param="min_new_tokens",
+        )
+    if sampling.seed is not None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+
+
+def _special(params: SearchParams, catalog: Catalog | None, limits: Limits) -> tuple[tuple[int, ...], list[str]]:
+    """Tokens that are never to be generated, and a warning where they could not be anyway."""
+    if not params.suppress_special_tokens:
+        return (), []
+    if catalog is not None:
+        return (), ["suppress_special_tokens has no effect with a catalog: only its items are legal"]
+    if not limits.special_token_ids:
+        raise InvalidRequest("the model's special tokens are not known", param="suppress_special_tokens")
+    return limits.special_token_ids, []
 
 
 def _check_memory(search: Search, wave: WaveLimits) -> None:

@@ -24,13 +24,18 @@ def advance(core: Core, wave: WaveData, trie: TrieLevel | None, shape: LevelShap
     last_B1 = state.level == wave.levels_B1 - 1
     width_B1 = wave.widths_LB1[state.level].squeeze(0)
     limit_B1 = torch.where(last_B1, width_B1.minimum(wave.finished_B1), wave.join_B1 * width_B1)
+    request_R = state.request_R[:R]
     if trie is None:
-        found, lse_R = vocabulary_candidates(core.model, hidden_RH, cum_R, first_row_B1, limit_B1, shape.candidates)
+        suppressed_R = None if wave.special_S is None else wave.suppressed_B1[request_R] > 0
+        found, lse_R = vocabulary_candidates(
+            core.model, hidden_RH, cum_R, first_row_B1, limit_B1, shape.candidates, suppressed_R, wave.special_S
+        )
     else:
         found, lse_R = catalog_candidates(
-            core.model, hidden_RH, cum_R, state.node_R[:R], first_row_B1, trie, shape.normalizer, shape.candidates
-        )
-    _note_broken(state, R, cum_R, lse_R)
+            core.model, hidden_RH, cum_R, state.node_R[:R], first_row_B1, trie, shape.normalizer, shape.candidates,
+            wave.masks, None if wave.masks is None else wave.masks.mask_B1[request_R],
+        )  # fmt: skip
+    note_broken(state, request_R, cum_R > -torch.inf, lse_R)
     ranked = rank(found, limit_B1, shape.ranked)
     keep_P, finish_P, reason_P = _decide(wave, trie, shape, ranked, last_B1, limit_B1, width_B1)
     if shape.finishing:
@@ -40,10 +45,9 @@ def advance(core: Core, wave: WaveData, trie: TrieLevel | None, shape: LevelShap
     state.level.add_(1)
 
 
-def _note_broken(state: BeamState, R: int, cum_R: Tensor, lse_R: Tensor) -> None:
+def note_broken(state: BeamState, request_R: Tensor, live_R: Tensor, lse_R: Tensor) -> None:
     """Mark requests of which a live row has logits that are not numbers; the host fails them."""
-    broken_R = (cum_R > -torch.inf) & ~lse_R.isfinite()
-    state.broken_B.scatter_reduce_(0, state.request_R[:R], broken_R.int(), "amax")
+    state.broken_B.scatter_reduce_(0, request_R, (live_R & ~lse_R.isfinite()).int(), "amax")
 
 
 def _decide(
@@ -85,8 +89,10 @@ def _decide(
 def _ends(wave: WaveData, trie: TrieLevel | None, ranked: Ranked) -> tuple[Tensor, Tensor, Tensor]:
     """Whether each candidate may end here and may go on, and why it would end."""
     if trie is not None:
-        node_P = ranked.node_P
-        return trie.is_terminal(node_P), trie.has_children(node_P), torch.full_like(node_P, ITEM)
+        node_P, masks = ranked.node_P, wave.masks
+        mask_P = None if masks is None else masks.mask_B1[ranked.segment_P]
+        ends_P, goes_on_P = trie.is_terminal(node_P, masks, mask_P), trie.has_children(node_P, masks, mask_P)
+        return ends_P, goes_on_P, torch.full_like(node_P, ITEM)
     if wave.stop_BV is None:
         stop_P = torch.zeros_like(ranked.real_P)
     else:
@@ -104,24 +110,39 @@ def _starved(shape: LevelShape, ranked: Ranked, keep_P: Tensor, limit_B1: Tensor
 
 
 def _next_rows(state: BeamState, wave: WaveData, shape: LevelShape, ranked: Ranked, keep_P: Tensor) -> None:
-    """Write the survivors as the next level's rows. Beams are re-pathed, never copied."""
-    R, device = shape.rows_out, keep_P.device
+    """The survivors are the next level's rows."""
     width_B1 = torch.where(state.level < wave.levels_B1 - 1, wave.widths_LB1[state.level].squeeze(0), 0)
-    first_row_B1 = exclusive_cumsum(width_B1)
-    dest_P = first_row_B1[ranked.segment_P] + count_before(keep_P, ranked)
-    pick_R, live_R = compact(keep_P, dest_P, R)
-    row_R = torch.arange(R, device=device)
-    parent_R, token_R = ranked.row_P[pick_R], torch.where(live_R, ranked.token_P[pick_R], 0)
+    dest_P = exclusive_cumsum(width_B1)[ranked.segment_P] + count_before(keep_P, ranked)
+    pick_R, live_R = compact(keep_P, dest_P, shape.rows_out)
+    of_R = (array[pick_R] for array in (ranked.row_P, ranked.token_P, ranked.logprob_P, ranked.score_P, ranked.node_P))
+    put_rows(state, shape, width_B1, live_R, *of_R)
+
+
+def put_rows(
+    state: BeamState,
+    shape: LevelShape,
+    width_B1: Tensor,
+    live_R: Tensor,
+    parent_R: Tensor,
+    token_R: Tensor,
+    logprob_R: Tensor,
+    cum_R: Tensor,
+    node_R: Tensor,
+) -> None:
+    """Write the next level's rows, `width_B1` of each request. Beams are re-pathed, never copied."""
+    R, level = shape.rows_out, state.level
+    row_R = torch.arange(R, device=level.device)
+    token_R = torch.where(live_R, token_R, 0)
     path_RJ = state.path_RJ[:, : shape.path_columns]
-    here_J = torch.arange(path_RJ.shape[1], device=device) == state.level
+    here_J = torch.arange(path_RJ.shape[1], device=level.device) == level
     path_RJ[:R].copy_(torch.where(here_J, row_R[:, None].int(), path_RJ[parent_R]))
-    state.cum_R[:R].copy_(torch.where(live_R, ranked.score_P[pick_R], -torch.inf))
+    state.cum_R[:R].copy_(torch.where(live_R, cum_R, -torch.inf))
     state.token_R[:R].copy_(token_R)
-    state.node_R[:R].copy_(torch.where(live_R, ranked.node_P[pick_R], 0))
+    state.node_R[:R].copy_(torch.where(live_R, node_R, 0))
     state.request_R[:R].copy_(group_of(width_B1, R))
-    state.first_row_B1[: shape.requests + 1].copy_(first_row_B1)
-    state.token_JR[:, :R].index_copy_(0, state.level, token_R.int()[None])
-    state.logprob_JR[:, :R].index_copy_(0, state.level, ranked.logprob_P[pick_R][None])
+    state.first_row_B1[: shape.requests + 1].copy_(exclusive_cumsum(width_B1))
+    state.token_JR[:, :R].index_copy_(0, level, token_R.int()[None])
+    state.logprob_JR[:, :R].index_copy_(0, level, logprob_R[None])
 
 
 def _finish(

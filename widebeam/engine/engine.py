@@ -7,7 +7,9 @@ decided here, without touching the device.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from collections import Counter
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +27,12 @@ from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import Recommendation, ranked_items
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
-from widebeam.engine.stats import EngineStats
+from widebeam.engine.stats import OUTCOMES, EngineStats
 from widebeam.engine.watchdog import Watchdog
 from widebeam.engine.worker import Worker
 from widebeam.errors import (
+    Aborted,
+    Cancelled,
     CatalogError,
     ConfigError,
     DeadlineExceeded,
@@ -70,6 +74,7 @@ class Engine(Blocking):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Job, asyncio.Future[SearchResult]] = {}
         self._done = 0
+        self._ended = Counter(dict.fromkeys(OUTCOMES, 0))
 
     # Life cycle
 
@@ -91,7 +96,10 @@ class Engine(Blocking):
             vocab_size = self.model_config.vocab_size
             eos = {*self.model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
             reachable = frozenset(token for token in eos if 0 <= token < vocab_size)
-            self._limits = Limits(self.config, vocab_size, self.max_context_len, reachable, self._runtime.limits)
+            special = tuple(t for t in self.tokenizer.special_token_ids if t < vocab_size) if self.tokenizer else ()
+            self._limits = Limits(
+                self.config, vocab_size, self.max_context_len, reachable, special, self._runtime.limits
+            )
             self._budgets = Budgets(self._limits.budgets)
             if self.config.catalog is not None:
                 await self.load_catalog(self.config.catalog, self.config.catalog_name)
@@ -159,11 +167,16 @@ class Engine(Blocking):
 
     # Searching
 
-    async def submit(self, token_ids: Seq[int], params: SearchParams) -> SearchResult:
-        """Search. Cancelling the awaiting task cancels the request. Raises RequestError."""
+    async def submit(
+        self, token_ids: Seq[int], params: SearchParams, *, catalog: Catalog | None = None
+    ) -> SearchResult:
+        """Search. Cancelling the awaiting task cancels the request. Raises RequestError.
+
+        `catalog`: the version to search, for a caller that has used it already; None: the current one by its name.
+        """
         self._check_ready()
         params = make_params(msgspec.to_builtins(params))  # the constructor of a struct checks nothing
-        search, warnings = admit(token_ids, params, self.catalogs.get(params.catalog), self._limits)
+        search, warnings = admit(token_ids, params, catalog or self.catalogs.get(params.catalog), self._limits)
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             raise RuntimeError("submit must run on the event loop that started the engine")
@@ -173,15 +186,38 @@ class Engine(Blocking):
         job = Job(search, now, now + timeout if timeout else None, warnings, priority=params.priority)
         future = self._waiting[job] = loop.create_future()
         self._worker.submit(job)
+        outcome = Cancelled.code
         try:
             async with asyncio.timeout(timeout):
-                return await future
+                result = await future
+            outcome = "ok"
+            return result
+        except RequestError as error:
+            outcome = type(error).code
+            raise
         except TimeoutError:
+            outcome = DeadlineExceeded.code
             raise DeadlineExceeded(f"no result within {params.timeout_ms} ms", param="timeout_ms") from None
         finally:
+            self._ended[outcome] += 1
             job.cancelled = True
             del self._waiting[job]
             self._budgets.give_back(search, time.monotonic())
+
+    def abort(self, request_id: str | None) -> int:
+        """End the searches of this id and those of its batch, `ID_0`, `ID_1`, ..; None: all. Returns how many.
+
+        Their callers get Aborted at once, and what they took of the budgets is free. A search that waits never runs;
+        one that runs goes to the end of its wave or piece, and its result is dropped.
+        """
+        names = re.compile(".*" if request_id is None else rf"{re.escape(request_id)}(_\d+)?", re.DOTALL)
+        aborted = 0
+        for job, future in self._waiting.items():
+            if not future.done() and names.fullmatch(job.search.request_id):
+                job.cancelled = True
+                future.set_exception(Aborted("the request was aborted"))
+                aborted += 1
+        return aborted
 
     async def recommend(
         self,
@@ -230,7 +266,7 @@ class Engine(Blocking):
             token_ids = await self.render_chat(messages)
         else:
             token_ids = list(input_ids or ())
-        result = await self.submit(token_ids, msgspec.structs.replace(params, n=n))
+        result = await self.submit(token_ids, msgspec.structs.replace(params, n=n), catalog=catalog)
         items = ranked_items(catalog, result.sequences, n, fields)
         if unknown:
             result.warnings.append(f"{len(unknown)} history items are not in the catalog: {unknown[:5]}")
@@ -260,6 +296,7 @@ class Engine(Blocking):
     def stats(self) -> EngineStats:
         """Numbers of this moment. Cheap; may be called while waves run."""
         in_use, refused, scheduler = self._budgets.in_use, self._budgets.refused, self._worker.scheduler
+        on_device = self._worker.on_device
         waiting = [job.search for job in list(self._waiting) if job.waiting]
         context, beams = self._runtime.core.context, self._runtime.core.beams
         return EngineStats(
@@ -267,27 +304,40 @@ class Engine(Blocking):
             rows_in_flight=in_use["rows"],
             row_levels_in_flight=in_use["row_levels"],
             tokens_in_flight=in_use["tokens"],
+            in_flight_limits=dict(self._budgets.limits),
             requests_waiting=len(waiting),
             rows_waiting=sum(search.rows for search in waiting),
             tokens_waiting=sum(search.num_tokens for search in waiting),
             requests_done=self._done,
+            searches=dict(self._ended),
             requests_refused=sum(refused.values()),
             requests_refused_by=dict(refused),
             retry_after_seconds=self._budgets.retry_after_s,
             waves=sum(scheduler.waves.values()),
             waves_by_levels=dict(scheduler.waves),
+            waves_closed_by=dict(scheduler.closed_by),
+            waves_passing=scheduler.waves_passing,
             wave_rows_limit=scheduler.rows_limit,
             jobs_overtaken=scheduler.jobs_overtaken,
             jobs_aged=scheduler.jobs_aged,
+            jobs_dropped=scheduler.jobs_dropped,
             out_of_memory=self._worker.out_of_memory,
             fallbacks=self._runtime.fallbacks,
+            waves_on_device=len(on_device),
+            beam_rows_in_use=sum(load.rows for load in on_device),
+            context_pages_in_use=sum(load.pages for load in on_device),
+            beam_slots_in_use=sum(load.slots for load in on_device),
             context_pages=context.num_pages,
-            context_pages_used=context.pages_used,
             context_pages_high_water=context.high_water,
             beam_slots=beams.num_slots,
-            beam_slots_used=beams.slots_used,
             beam_slots_high_water=beams.high_water,
+            distributions=scheduler.distributions.copy(),
         )
+
+    @property
+    def info(self) -> dict[str, str]:
+        """The model, and what was chosen for it at start: dtype, device, attention backend and quantisation."""
+        return {"model": self.config.model, **self._runtime.info}
 
     async def check_integrity(self) -> None:
         """Raises RuntimeError if anything leaks. Waits for the wave that runs."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from widebeam.engine.request import SearchResult, Sequence, Timing
+from widebeam.engine.request import LevelBeams, SearchResult, Sequence, Timing
 from widebeam.engine.scheduler import Job, Outcome
 from widebeam.engine.staging import HostCopy
 from widebeam.engine.state import REASONS
+from widebeam.engine.trace import TraceCopy
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded, EngineDead, EngineError, RequestError
 
@@ -25,6 +26,8 @@ class WaveResult:
     """What a wave gave: for each search its sequences, best first, or why it failed."""
 
     outcomes: list[list[Sequence] | EngineError]
+    levels: list[list[LevelBeams] | None]
+    """Beams by level, for each search that asks."""
     prefill_ms: float
     decode_ms: float
     cut_short: bool
@@ -67,6 +70,7 @@ class LaunchedWave:
     cut_short: bool
     _clock: Clock
     _home: HostCopy
+    _trace: TraceCopy | None
 
     def wait_for_prefill(self) -> None:
         """Until the device has run the prompts: only the levels are left."""
@@ -75,9 +79,12 @@ class LaunchedWave:
     def result(self) -> WaveResult:
         """Wait for the device and read what the wave gave."""
         self._clock.wait(3)
-        outcomes = unpack(self.searches, *self._home.arrays())
+        outcomes, places = unpack(self.searches, *self._home.arrays())
+        levels: list[list[LevelBeams] | None] = [None] * len(outcomes)
+        if self._trace is not None:
+            levels = self._trace.give([[] if isinstance(one, EngineError) else one for one in outcomes], places)
         clock = self._clock
-        return WaveResult(outcomes, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2), self.cut_short)
+        return WaveResult(outcomes, levels, clock.elapsed_ms(0, 1), clock.elapsed_ms(1, 2), self.cut_short)
 
 
 @dataclass(eq=False)
@@ -104,7 +111,7 @@ def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outco
     """One outcome for each job of a finished wave."""
     ended = time.monotonic()
     outcomes = []
-    for job, sequences in zip(jobs, result.outcomes, strict=True):
+    for job, sequences, levels in zip(jobs, result.outcomes, result.levels, strict=True):
         search = job.search
         if isinstance(sequences, RequestError):
             outcomes.append(Outcome(job, sequences))
@@ -122,11 +129,13 @@ def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outco
                     request_id=search.request_id,
                     sequences=sequences,
                     prompt_tokens=search.num_tokens,
+                    widths=search.widths,
                     normalizer=search.normalizer,
                     catalog=search.catalog.name if search.catalog else None,
                     catalog_version=search.catalog.version if search.catalog else None,
                     timing_ms=timing,
                     warnings=list(job.warnings),
+                    levels=levels,
                 ),
             )
         )
@@ -140,15 +149,20 @@ def unpack(
     integers: np.ndarray,
     floats: np.ndarray,
     broken_B: np.ndarray,
-) -> list[list[Sequence] | EngineError]:
-    """Host arrays -> sequences, for each search its own places; empty places (score -inf) are left out."""
+) -> tuple[list[list[Sequence] | EngineError], list[list[int]]]:
+    """Host arrays -> sequences, for each search its own places; empty places (score -inf) are left out.
+
+    And the places that they come from.
+    """
     length_F, node_F, reason_F = integers
     score_F, cum_F = floats
     outcomes: list[list[Sequence] | EngineError] = []
+    filled: list[list[int]] = []
     start = 0
     for b, search in enumerate(searches):
-        places = range(start, start + search.num_returned)
+        places = [f for f in range(start, start + search.num_returned) if score_F[f] > -np.inf and not broken_B[b]]
         start += search.num_returned
+        filled.append(places)
         if broken_B[b]:
             outcomes.append(EngineError("the model's logits are not finite numbers", code="non_finite_logits"))
             continue
@@ -163,7 +177,6 @@ def unpack(
                     node=int(node_F[f]) if search.catalog is not None else -1,
                 )
                 for f in places
-                if score_F[f] > -np.inf
             ]
         )
-    return outcomes
+    return outcomes, filled

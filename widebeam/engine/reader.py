@@ -7,11 +7,12 @@ import queue
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
 from widebeam.engine.flight import Flight
-from widebeam.engine.scheduler import Outcome
+from widebeam.engine.scheduler import Job, Outcome
 from widebeam.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -20,16 +21,23 @@ Deliver = Callable[[list[Outcome]], None]
 
 
 class Step(Enum):
-    """How far the oldest wave that has not come so far has come."""
+    """How far a wave has come."""
 
     PREFILLED = auto()
     DONE = auto()
 
 
+class Progress(NamedTuple):
+    """A launched wave, known by its list of jobs, has come so far."""
+
+    jobs: list[Job]
+    step: Step
+
+
 class Reader:
     """A thread that waits for launched waves, in order, and delivers what they gave."""
 
-    def __init__(self, deliver: Deliver, report: Callable[[Step | Exception], None]) -> None:
+    def __init__(self, deliver: Deliver, report: Callable[[Progress | Exception], None]) -> None:
         self._deliver, self._report = deliver, report
         self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="widebeam-reader", daemon=True)
@@ -47,12 +55,12 @@ class Reader:
         while (flight := self._flights.get()) is not None:
             try:
                 flight.launched.wait_for_prefill()
-                self._report(Step.PREFILLED)
+                self._report(Progress(flight.jobs, Step.PREFILLED))
                 self._deliver(self._read(flight))
             except Exception as error:  # the device is broken, which it says when it is waited for
                 self._report(error)
                 return
-            self._report(Step.DONE)
+            self._report(Progress(flight.jobs, Step.DONE))
 
     @staticmethod
     def _read(flight: Flight) -> list[Outcome]:

@@ -22,8 +22,8 @@ MAX_TOP_LOGPROBS = 128
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tokens of a text are drawn, and what bends their probabilities first, in SGLang's order: penalties and
-    bias, then temperature, then top-k, top-p and min-p. Reported log-probabilities are the model's own, unbent."""
+    """How the tokens of a text are drawn. In this order: repetition, frequency and presence penalty, bias, temperature,
+    top-k, top-p of the rest, min-p. Reported log-probabilities are the model's own, before any of these."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     """0: the most probable token."""
@@ -127,6 +127,8 @@ class SearchResult(msgspec.Struct, kw_only=True):
     request_id: str
     sequences: list[Sequence]
     prompt_tokens: int
+    widths: tuple[int, ...]
+    """Beams that each level could have at most: as asked, but no more than are legal."""
     normalizer: Normalizer
     catalog: str | None
     """Name of the catalog that the search ran on."""

@@ -32,7 +32,7 @@ from widebeam.engine.flight import Flight
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
-from widebeam.engine.search import GROUP_TOKENS, launch_wave
+from widebeam.engine.search import ALONE, GROUP_TOKENS, Between, launch_wave
 from widebeam.engine.shapes import request_rung
 from widebeam.engine.startup import choose_device, choose_dtype, make_backend
 from widebeam.engine.state import BeamState
@@ -73,6 +73,13 @@ class Runtime:
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
         backend, self.fallbacks = make_backend(config, model_config, pages, self.dtype, self.device)
         """Slower ways taken than this device has, each kind logged once."""
+        self.info = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "backend": backend.name,
+            "quantization": "fp8" if fp8 else "none",
+        }
+        """What was chosen, in words."""
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
         if self._compiles and not backend.replayable:
@@ -161,11 +168,11 @@ class Runtime:
             log.warning("a wave had a shape that warm-up did not meet, which costs time once: %s", made)
         self._told, self._made = True, made
 
-    def launch(self, jobs: list[Job], stopping: Callable[[], bool] = lambda: False) -> Flight:
+    def launch(self, jobs: list[Job], stopping: Callable[[], bool] = lambda: False, between: Between = ALONE) -> Flight:
         """Start one wave, without waiting for it.
 
         What it holds is free again at once: whatever takes it next runs behind this wave. `stopping` is asked between
-        pieces of a long search; once it is true the wave ends early.
+        pieces of a long search; once it is true the wave ends early. `between` may launch shorter waves there.
         """
         started = time.monotonic()
         wave = Wave([job.search for job in jobs], self.config.max_wave_rows)
@@ -176,7 +183,7 @@ class Runtime:
         try:
             self._acquire(self.core, wave)
             trie = self._tries[wave.catalog] if wave.catalog is not None else None
-            launched = launch_wave(self.core, wave, trie, wanted)
+            launched = launch_wave(self.core, wave, trie, between._replace(wanted=wanted))
         finally:
             self._release(self.core, wave)
         self._note_what_was_made()
@@ -228,7 +235,7 @@ class Runtime:
             wave = Wave(searches, config.max_wave_rows)
             try:
                 self._acquire(core, wave)
-                launch_wave(core, wave, None, lambda: True).result()
+                launch_wave(core, wave, None, ALONE).result()
             finally:
                 self._release(core, wave)
         del core

@@ -7,11 +7,12 @@ among those of the fewest levels, among those the oldest; but a job that younger
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 
 from widebeam.engine.request import SearchResult
 from widebeam.engine.shapes import rung
+from widebeam.engine.stats import Distributions
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded, RequestError
 
@@ -22,6 +23,10 @@ LEAST_PATIENCE_S, PATIENCE_S_PER_LEVEL = 0.5, 0.05
 they run, get a bounded share of a device that is busy with short ones."""
 CLEAN_WAVES, RECOVERY_STEPS = 64, 8
 """A limit of rows that was lowered for want of memory rises by a step after so many waves, back to the setting."""
+
+CLOSED_BY = ("empty", "requests", "tokens", "rows", "pages", "slots", "levels", "kind")
+"""What may keep the next job in turn out of a wave: that there is none, a limit, or that it is of another rung of
+levels, or of another kind (catalog version, normaliser, drawn or not)."""
 
 
 @dataclass(eq=False)
@@ -49,8 +54,9 @@ class Job:
 
     @property
     def key(self) -> Hashable:
-        """Jobs of one wave have equal keys: one catalog version, one head, and about as many levels."""
-        return (id(self.search.catalog), self.search.normalizer, self.levels)
+        """Jobs of one wave have equal keys: one catalog version, one head, about as many levels, drawn or not."""
+        search = self.search
+        return (id(search.catalog), search.normalizer, self.levels, search.sampling is None)
 
     @property
     def aged(self) -> bool:
@@ -100,27 +106,46 @@ class Load:
     beam_rows: int = 0
     levels: int = 1
     pages: int = 0
+    slots: int = 0
+
+    @staticmethod
+    def of(searches: Iterable[Search], limits: WaveLimits) -> Load:
+        """What these need."""
+        load = Load()
+        for search in searches:
+            load = load.plus(search, limits)
+        return load
 
     def plus(self, search: Search, limits: WaveLimits) -> Load:
         """With one more search."""
+        beam_rows, levels = self.beam_rows + search.beam_rows, max(self.levels, search.levels)
         return Load(
             self.requests + 1,
             self.tokens + search.num_tokens,
             self.rows + search.rows,
-            self.beam_rows + search.beam_rows,
-            max(self.levels, search.levels),
+            beam_rows,
+            levels,
             self.pages + limits.pages_for(search.num_tokens),
+            rung(beam_rows, limits.rows) * (levels - 1),
         )
 
-    def fits(self, limits: WaveLimits) -> bool:
-        slots = rung(self.beam_rows, limits.rows) * (self.levels - 1)
-        return (
-            self.requests <= limits.requests
-            and self.tokens <= limits.tokens
-            and self.rows <= limits.rows
-            and self.pages <= limits.context_pages
-            and slots <= limits.beam_slots
+    def over(self, limits: WaveLimits) -> str | None:
+        """A limit that it exceeds, by its name in CLOSED_BY."""
+        limited = (
+            ("requests", self.requests, limits.requests),
+            ("tokens", self.tokens, limits.tokens),
+            ("rows", self.rows, limits.rows),
+            ("pages", self.pages, limits.context_pages),
+            ("slots", self.slots, limits.beam_slots),
         )
+        return next((name for name, amount, limit in limited if amount > limit), None)
+
+    def fits(self, limits: WaveLimits) -> bool:
+        return self.over(limits) is None
+
+    def held_by(self, limits: WaveLimits) -> bool:
+        """Whether the pools have room for it, whatever else is over."""
+        return self.pages <= limits.context_pages and self.slots <= limits.beam_slots
 
 
 class Scheduler:
@@ -141,6 +166,13 @@ class Scheduler:
         """Waves cut so far, by their rung of levels."""
         self.jobs_overtaken = self.jobs_aged = 0
         """Jobs in those waves that a younger one's wave had overtaken, and that had waited for as long as they may."""
+        self.waves_passing = 0
+        """Those waves that ran between pieces of a longer one."""
+        self.jobs_dropped = 0
+        """Jobs that left the queue without running."""
+        self.closed_by = dict.fromkeys(CLOSED_BY, 0)
+        """Those waves by what kept the next job in turn out."""
+        self.distributions = Distributions()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -153,46 +185,84 @@ class Scheduler:
         jobs, self._queue = self._queue, []
         return jobs
 
-    def next_wave(self, now: float) -> list[Job]:
+    def next_wave(self, now: float, beside: Load | None = None) -> list[Job]:
         """The job whose turn it is, and in order of turn and age whatever of its key fits beside it.
 
         That one always runs, a prompt over the token limit alone; what does not fit keeps its place. Once a job has
         aged, only older ones head waves before it: whatever comes, it is overtaken for no longer than its patience and
         one wave more.
+
+        `beside` is what a long wave holds that a short one may pass: then only jobs of the fewest levels count, and
+        none for which that leaves no room.
         """
         for job in self._held_up:
             job.overtaken_s += now - self._cut_at
         self._queue = [job for job in self._queue if self._still_wanted(job, now)]
-        wave = self._cut(sorted(self._queue, key=lambda job: job.turn))
+        in_turn = sorted(self._queue, key=lambda job: job.turn)
+        limits = self._limits
+        if beside is not None:
+            left = {
+                "context_pages": limits.context_pages - beside.pages,
+                "beam_slots": limits.beam_slots - beside.slots,
+            }
+            limits = replace(limits, **left)
+            in_turn = [job for job in in_turn if job.levels == LEVEL_RUNGS[0] and self.load([job]).held_by(limits)]
+        wave = self._cut(in_turn, limits)
+        self.waves_passing += bool(wave) and beside is not None
         for job in wave:
             job.waiting = False
-            self.jobs_overtaken += job.overtaken_s > 0
-            self.jobs_aged += job.aged
         self._held_up = self._queue[: self._queue.index(wave[0])] if wave else []
         self._queue = [job for job in self._queue if job.waiting]
         self._cut_at = now
-        if wave:
-            self.waves[wave[0].levels] += 1
         return wave
 
     def _still_wanted(self, job: Job, now: float) -> bool:
         wanted = job.wanted(now)
         if not wanted:
+            self.jobs_dropped += 1
             self._drop(Outcome(job, DeadlineExceeded("the deadline passed while the request was waiting")))
         return wanted
 
-    def _cut(self, jobs: list[Job]) -> list[Job]:
+    def _cut(self, jobs: list[Job], limits: WaveLimits) -> list[Job]:
         """The first, and whatever of its key fits beside it."""
-        wave: list[Job] = []
-        load = Load()
-        for job in jobs:
-            if wave and (job.key != wave[0].key or load.requests == self._limits.requests):
-                continue
-            heavier = load.plus(job.search, self._limits)
-            if not wave or (heavier.rows <= self.rows_limit and heavier.fits(self._limits)):
+        wave = jobs[:1]
+        load = self.load(wave)
+        closed_by = None
+        for job in jobs[1:]:
+            obstacle = self._obstacle(job, wave[0], load, limits)
+            if obstacle is None:
                 wave.append(job)
-                load = heavier
+                load = load.plus(job.search, self._limits)
+            closed_by = closed_by or obstacle
+        if wave:
+            self._count(wave, load, closed_by or "empty")
         return wave
+
+    def _obstacle(self, job: Job, head: Job, load: Load, limits: WaveLimits) -> str | None:
+        """What keeps a job out of the wave of another one, with so much in it already; one of CLOSED_BY."""
+        if job.key != head.key:
+            return "kind" if job.levels == head.levels else "levels"
+        if load.requests == limits.requests:
+            return "requests"
+        heavier = load.plus(job.search, limits)
+        return "rows" if heavier.rows > self.rows_limit else heavier.over(limits)
+
+    def load(self, jobs: list[Job]) -> Load:
+        """What jobs take together."""
+        return Load.of((job.search for job in jobs), self._limits)
+
+    def _count(self, wave: list[Job], load: Load, closed_by: str) -> None:
+        self.waves[wave[0].levels] += 1
+        self.closed_by[closed_by] += 1
+        seen = self.distributions
+        seen.wave_requests.add(load.requests)
+        seen.wave_rows.add(load.rows)
+        seen.wave_prompt_tokens.add(load.tokens)
+        for job in wave:
+            self.jobs_overtaken += job.overtaken_s > 0
+            self.jobs_aged += job.aged
+            seen.beam_width.add(max(job.search.widths))
+            seen.prompt_length_tokens.add(job.search.num_tokens)
 
     def ran_out_of_memory(self, wave: list[Job]) -> None:
         """Later waves have half the rows of this one, or those of its widest search, which then runs alone.

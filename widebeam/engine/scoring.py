@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from widebeam.constraints.trie import TrieLevel
+from widebeam.constraints.trie import Masks, TrieLevel
 from widebeam.engine.request import Normalizer
 from widebeam.engine.segment_top import column_best, segment_top
 from widebeam.engine.selection import Candidates
@@ -21,9 +21,17 @@ COLUMN = 128
 
 
 def vocabulary_candidates(
-    model: Qwen3, hidden_RH: Tensor, cum_R: Tensor, first_row_B1: Tensor, limit_B1: Tensor, num_columns: int
+    model: Qwen3,
+    hidden_RH: Tensor,
+    cum_R: Tensor,
+    first_row_B1: Tensor,
+    limit_B1: Tensor,
+    num_columns: int,
+    suppressed_R: Tensor | None = None,
+    special_S: Tensor | None = None,
 ) -> tuple[Candidates, Tensor]:
-    """Any token may follow; each request's best `limit` are among the candidates returned, with the rows' log-sum-exp.
+    """Any token may follow, in suppressed rows any but the special ones, which count for the log-sum-exp all the same.
+    Each request's best `limit` are among the candidates returned, with the rows' log-sum-exp.
 
     Sorting [R, V] would cost more than the network. So the vocabulary is cut in N columns of E consecutive tokens: only
     a request's `limit` best columns, ranked by their best token, can hold one of its `limit` best tokens, because a
@@ -32,6 +40,9 @@ def vocabulary_candidates(
     logits_RV = model.logits(hidden_RH)
     V, E = logits_RV.shape[1], COLUMN
     best_RN, lse_R = column_best(logits_RV, E)
+    if suppressed_R is not None and special_S is not None:
+        logits_RV = suppress(logits_RV, suppressed_R, special_S)
+        best_RN, _ = column_best(logits_RV, E)
     N = best_RN.shape[1]
     total_RN = numbers(cum_R[:, None] + (best_RN - lse_R[:, None]))
     limit_B = limit_B1[:-1].minimum((first_row_B1[1:] - first_row_B1[:-1]) * N)
@@ -57,8 +68,12 @@ def catalog_candidates(
     trie: TrieLevel,
     normalizer: Normalizer,
     num_slots: int,
+    masks: Masks | None = None,
+    mask_R: Tensor | None = None,
 ) -> tuple[Candidates, Tensor]:
     """Only children of a row's catalog node may follow: M = `num_slots` candidates, and the rows' log-sum-exp [R].
+
+    With masks, only children that lead to an allowed item; that changes the score of none.
 
     Logits come from the head sliced to the level's codebook; only the `vocab` normaliser reads the whole head.
     """
@@ -71,10 +86,18 @@ def catalog_candidates(
         lse_R = _legal_lse(logits_RC, row_M, code_M, real_M)
     else:
         _, lse_R = column_best(model.logits(hidden_RH), COLUMN)
+    if masks is not None and mask_R is not None:
+        real_M = real_M & trie.allows(masks, mask_R[row_M], node_M)
     logprob_M = logits_RC[row_M, code_M] - lse_R[row_M]
     score_M = torch.where(real_M, numbers(cum_R[row_M] + logprob_M), -torch.inf)
     start_B1 = F.pad(end_R, (1, 0))[first_row_B1]
     return Candidates(start_B1, score_M, logprob_M, row_M, trie.codebook[code_M], node_M), lse_R
+
+
+def suppress(logits_RV: Tensor, suppressed_R: Tensor, special_S: Tensor) -> Tensor:
+    """The logits with -inf for special tokens in suppressed rows."""
+    special_RS = logits_RV[:, special_S].masked_fill(suppressed_R[:, None], -torch.inf)
+    return logits_RV.index_copy(1, special_S, special_RS)
 
 
 def numbers(score: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The whole search, top to bottom: prefill the prompts, take one level after another, send the results home.
 
-Launching runs on the GPU thread only and waits for nothing, except one flag after every PIECE levels of a long search;
-the results are read back by whoever waits for them. Everything lies in one stream, so that the next wave may be
-launched, and may reuse what this one held, before the device has run it.
+Launching runs on the GPU thread only and waits for nothing, except one flag after every PIECE levels of a long search,
+where shorter waves may pass it; the results are read back by whoever waits for them. Everything lies in one stream, so
+that the next wave may be launched, and may reuse what this one held, before the device has run it.
 
 Letters: T packed prompt tokens, B requests, R rows, F finished sequences, L levels.
 """
@@ -10,59 +10,103 @@ Letters: T packed prompt tokens, B requests, R rows, F finished sequences, L lev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from widebeam.constraints.trie import DeviceTrie
+from widebeam.constraints.trie import DeviceTrie, Masks
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
+from widebeam.engine.sampling import draws_of, sample
 from widebeam.engine.shapes import token_rung
 from widebeam.engine.staging import HostCopy, to_device
 from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.engine.step import prompt_body, prompt_last
+from widebeam.engine.trace import Trace
 from widebeam.engine.wave import Search, Wave
 
 PIECE = 8
-"""Levels that are launched without a look at whether anybody still needs them."""
+"""Levels that are launched without a look at what else there is."""
 GROUP_TOKENS = 20_480
 """Prompt tokens that go through the network together."""
 
 
+class Between(NamedTuple):
+    """What a long wave asks between two pieces."""
+
+    wanted: Callable[[], bool] = lambda: True
+    """Whether any of its requests still has a taker."""
+    others_wait: Callable[[], bool] = lambda: False
+    """Whether shorter waves wait that could run now."""
+    run_others: Callable[[], None] = lambda: None
+    """Launch them. They find all buffers free but the pages and slots that are leased."""
+
+
+ALONE = Between()
+
+
 @torch.inference_mode()
-def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, wanted: Callable[[], bool]) -> LaunchedWave:
-    """Search all requests of a wave. `wanted` is asked between pieces whether any of them still has a taker."""
+def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, between: Between) -> LaunchedWave:
+    """Search all requests of a wave."""
     device = core.state.level.device
     clock = Clock(device)
     clock.mark()
     launch_prompts(core, wave)  # first, so that the device is busy while the rest is prepared
     data = wave_data(wave, core.model.config.vocab_size, device)
+    trace = Trace(core, wave, data) if wave.top_logprobs or wave.return_beam_details else None
+    select = selection(core, wave, data, trie, trace)
     core.state.start(data.num_requests, wave.requests)
-    core.programs.advance(core, data, trie.level(0) if trie else None, wave.shapes[0])
+    select(0)
     clock.mark()
-    cut_short = launch_levels(core, wave, data, trie, wanted)
+    cut_short = launch_levels(core, wave, data, select, between)
     clock.mark()
-    home = collect(core, wave)
+    home, traced = collect(core, wave), trace.collect() if trace else None
     clock.mark()
-    return LaunchedWave(wave.searches, cut_short, clock, home)
+    return LaunchedWave(wave.searches, cut_short, clock, home, traced)
 
 
-def launch_levels(core: Core, wave: Wave, data: WaveData, trie: DeviceTrie | None, wanted: Callable[[], bool]) -> bool:
+def selection(
+    core: Core, wave: Wave, data: WaveData, trie: DeviceTrie | None, trace: Trace | None
+) -> Callable[[int], None]:
+    """What turns the hidden states of a level's rows into the next level's rows."""
+    draws = draws_of(wave, core.model.config.vocab_size, core.state.level.device) if wave.sampled else None
+
+    def select(level: int) -> None:
+        here = trie.level(level) if trie else None
+        if trace:
+            trace.before(level, here)
+        if draws:
+            sample(core, data, draws, wave.shapes[level], level)
+        else:
+            core.programs.advance(core, data, here, wave.shapes[level])
+        if trace:
+            trace.after(level)
+
+    return select
+
+
+def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int], None], between: Between) -> bool:
     """All levels but the first; whether some were left out because nobody wanted the results any more."""
     planned: tuple[int, list[int]] | None = None
     for level in range(1, wave.num_levels):
         if level % PIECE == 0:
-            if not wanted():
+            if not between.wanted():
                 return True
             if not bool((core.state.cum_R[: wave.decoded(level)] > -torch.inf).any()):
                 break
+            if between.others_wait():
+                put_back = core.state.set_aside(wave.requests, wave.places, wave.num_levels)
+                between.run_others()
+                put_back()
+                planned = None
         shape, widths, rows, splits = wave.shapes[level], wave.rows(level - 1), wave.decoded(level), wave.splits(level)
         plan, handle = core.plans.context(shape.requests, rows, splits)
         if planned != (handle, widths):
             plan.plan(widths, *contexts(wave.searches))
             planned = (handle, widths)
         core.programs.forward_rows(core, data, rows, rows * splits, shape.depth, handle)
-        core.programs.advance(core, data, trie.level(level) if trie else None, shape)
+        select(level)
     return False
 
 
@@ -128,12 +172,20 @@ def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
 def wave_data(wave: Wave, vocab_size: int, device: torch.device) -> WaveData:
     """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them."""
     arrays = wave.arrays()
-    staged = to_device(arrays | stop_arrays(wave), device)
+    special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
+    masks = wave.mask_arrays()
+    others = stop_arrays(wave) | {"special_S": np.array(special, dtype=np.int64)} | masks
+    staged = to_device(arrays | others, device)
     stop_BV = None
     if wave.has_stops:
         stop_BV = torch.zeros(wave.requests + 1, vocab_size, dtype=torch.bool, device=device)
         stop_BV[staged["stop_B"], staged["stop_token"]] = True
-    return WaveData(stop_BV=stop_BV, **{name: staged[name] for name in arrays})
+    return WaveData(
+        stop_BV=stop_BV,
+        special_S=staged["special_S"] if special else None,
+        masks=Masks(**{name: staged[name] for name in masks}) if masks else None,
+        **{name: staged[name] for name in arrays},
+    )
 
 
 def contexts(searches: list[Search]) -> tuple[list[int], list[list[int]]]:

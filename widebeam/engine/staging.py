@@ -6,22 +6,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float64): torch.float64}
+ROOM = 16
+"""Bytes at a multiple of which each array begins: compiled code copies what does not."""
+
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """The arrays, int64 or float64, as views of one device buffer, filled by one asynchronous copy from pinned memory.
+    """The arrays, of DTYPES, as views of one device buffer, filled by one asynchronous copy from pinned memory.
 
-    Each begins at a multiple of 16 bytes: compiled code copies what does not. Little is done array by array, since the
-    host's time counts before the first kernel runs.
+    Little is done array by array, since the host's time counts before the first kernel runs.
     """
-    rooms = [array.size + array.size % 2 for array in arrays.values()]
-    host = torch.empty(sum(rooms), dtype=torch.int64, pin_memory=device.type == "cuda")
+    rooms = [-(-array.nbytes // ROOM) * ROOM for array in arrays.values()]
+    host = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=device.type == "cuda")
     view, start = host.numpy(), 0
     for array, room in zip(arrays.values(), rooms, strict=True):
-        view[start : start + array.size] = array.reshape(-1).view(np.int64)
+        view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         start += room
     parts = host.to(device, non_blocking=True).split(rooms)
     return {
-        name: (part.view(torch.float64) if array.dtype == np.float64 else part)[: array.size].view(array.shape)
+        name: part[: array.nbytes].view(DTYPES[array.dtype]).view(array.shape)
         for (name, array), part in zip(arrays.items(), parts, strict=True)
     }
 

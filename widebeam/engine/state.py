@@ -6,12 +6,14 @@ H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from widebeam.constraints.trie import Masks
 from widebeam.engine.shapes import depth_rung
 
 REASONS = ("length", "stop", "item")
@@ -86,6 +88,23 @@ class BeamState:
         self.broken_B.zero_()
         self.finished.score.fill_(-torch.inf)
 
+    def set_aside(self, requests: int, rows: int, columns: int) -> Callable[[], None]:
+        """Copy what a wave of this size has here between two levels, so that another may use the buffers; what is
+        returned puts it back. Both lie in stream order."""
+        mine = [
+            self.level, self.first_row_B1[: requests + 1], self.broken_B,
+            *(each[:rows] for each in (self.cum_R, self.token_R, self.node_R, self.request_R)),
+            self.path_RJ[:rows, :columns], self.token_JR[:columns, :rows], self.logprob_JR[:columns, :rows],
+            *self.finished.head(rows, columns),
+        ]  # fmt: skip
+        copies = [each.clone() for each in mine]
+
+        def put_back() -> None:
+            for each, copy in zip(mine, copies, strict=True):
+                each.copy_(copy)
+
+        return put_back
+
 
 @dataclass
 class PackedPrompts:
@@ -111,5 +130,8 @@ class WaveData:
     widths_LB1: Tensor  # int64, beam width at each level; 0 past a request's last
     length_penalty_B1: Tensor  # float64
     stop_BV: Tensor | None  # bool [B + 1, V]
+    special_S: Tensor | None  # int64, the tokenizer's special tokens, if anybody wants none of them
+    suppressed_B1: Tensor  # int64, 1 for who does
+    masks: Masks | None  # items that requests allow, if any of them does not allow all
     slot_base: Tensor  # int64, 0-d, first BeamKV slot of the wave
     slot_stride: Tensor  # int64, 0-d, BeamKV slots of one level

@@ -1,43 +1,113 @@
-"""What an engine tells about itself."""
+"""What an engine tells about itself. Imports no torch."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import msgspec
+from msgspec import field
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
+OUTCOMES = (
+    "ok", "cancelled", "aborted", "deadline_exceeded", "engine_error", "out_of_memory", "engine_dead",
+)  # fmt: skip
+"""How an accepted request may end: with a result, or with an error of the class that has this code."""
+COUNTS = tuple(2**power for power in range(9))
+"""Requests of a wave: up to 256."""
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class Distribution(msgspec.Struct):
+    """How often a number was at most so large. Written by one thread, without a lock; may be read on any."""
+
+    bounds: tuple[float, ...]
+    """Ascending."""
+    counts: list[int] = []
+    """Numbers over the last bound and up to this one; the last are those over all bounds."""
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, number: float) -> None:
+        self.counts[bisect_left(self.bounds, number)] += 1
+        self.sum += number
+
+    def copy(self) -> Distribution:
+        return Distribution(self.bounds, list(self.counts), self.sum)
+
+
+class Distributions(msgspec.Struct):
+    """What waves and their searches were like. Written on the GPU thread."""
+
+    wave_requests: Distribution = field(default_factory=lambda: Distribution(COUNTS))
+    wave_rows: Distribution = field(default_factory=lambda: Distribution(ROWS))
+    wave_prompt_tokens: Distribution = field(default_factory=lambda: Distribution(TOKENS))
+    wave_host_seconds: Distribution = field(default_factory=lambda: Distribution(SECONDS))
+    """Time of the GPU thread from a wave's jobs to everything launched, for waves of up to 8 levels: longer ones wait
+    for the device between pieces."""
+    company_wait_seconds: Distribution = field(default_factory=lambda: Distribution(SECONDS))
+    """Of those waves for which requests waited while the device was busy anyway, and more of them might come."""
+    beam_width: Distribution = field(default_factory=lambda: Distribution(ROWS))
+    """Of each search: its widest level, without the beams that cannot exist."""
+    prompt_length_tokens: Distribution = field(default_factory=lambda: Distribution(TOKENS))
+
+    def copy(self) -> Distributions:
+        return Distributions(**{name: getattr(self, name).copy() for name in self.__struct_fields__})
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Numbers of one moment; counters run from the engine's start."""
+    """Numbers of one moment; counters run from the engine's start. A request is one prompt here: a batch has many."""
 
     requests_in_flight: int
     rows_in_flight: int
     row_levels_in_flight: int
     """Rows to decode, over all levels."""
     tokens_in_flight: int
+    in_flight_limits: dict[str, int]
+    """What the four may be at most, by the budget: requests, rows, row_levels and tokens."""
     requests_waiting: int
     """Of those in flight, the ones that are in no wave yet."""
     rows_waiting: int
     tokens_waiting: int
     requests_done: int
+    """Answers that came from the GPU thread to somebody who still waited."""
+    searches: dict[str, int]
+    """Accepted requests by how they ended: ok, or the code of an error's class."""
     requests_refused: int
     requests_refused_by: dict[str, int]
-    """By the budget that was full: requests, rows, row_levels or tokens."""
+    """By the budget that was full."""
     retry_after_seconds: float
     """The wait that was told last to somebody who was refused; 0 before."""
     waves: int
     waves_by_levels: dict[int, int]
     """By the most levels that their requests may have: 8, and each next one twice as many."""
+    waves_closed_by: dict[str, int]
+    """By what kept the next request in turn out of the wave; see `scheduler.CLOSED_BY`."""
+    waves_passing: int
+    """Waves that ran between pieces of a longer one."""
     wave_rows_limit: int
     """Rows that a wave may have: --max-wave-rows, or less for a while after running out of memory."""
     jobs_overtaken: int
     """Requests that had to wait for a wave headed by a younger one, and then ran."""
     jobs_aged: int
     """Those of them that younger ones had held up for as long as is allowed, so that they went first."""
+    jobs_dropped: int
+    """Requests that left the queue without running: cancelled, or too late."""
     out_of_memory: int
     fallbacks: int
     """Slower ways taken than the device has, such as attention in plain PyTorch on a GPU."""
+    waves_on_device: int
+    """Launched and not delivered; one runs, one may lie behind it."""
+    beam_rows_in_use: int
+    """Of these waves, as are the next two."""
+    context_pages_in_use: int
+    """What two waves hold one after the other counts for both."""
+    beam_slots_in_use: int
     context_pages: int
-    context_pages_used: int
     context_pages_high_water: int
+    """Most that one wave has held."""
     beam_slots: int
-    beam_slots_used: int
     beam_slots_high_water: int
+    distributions: Distributions

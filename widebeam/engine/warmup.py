@@ -79,9 +79,7 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int, padded
 
 def may_run(searches: list[Search], limits: WaveLimits) -> bool:
     """Whether the scheduler could form this wave."""
-    load = Load()
-    for search in searches:
-        load = load.plus(search, limits)
+    load = Load.of(searches, limits)
     return load.fits(limits if len(searches) > 1 else replace(limits, tokens=load.tokens))
 
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from widebeam.constraints.catalog import Catalog
-from widebeam.engine.request import Normalizer
+from widebeam.engine.request import Normalizer, Sampling
 from widebeam.engine.shapes import LevelShape, candidate_rung, context_splits, depth_rung, request_rung, rung
 
 if TYPE_CHECKING:
+    from widebeam.constraints.filters import ItemMask
     from widebeam.kv.beam import BeamLease
     from widebeam.kv.context import ContextLease
 
@@ -41,6 +42,14 @@ class Search:
     """Candidates considered jointly, as a multiple of the width; see `join_factor`."""
     stop_token_ids: tuple[int, ...]
     length_penalty: float
+    sampling: Sampling | None = None
+    """Its texts are drawn, independently, as many as are wanted back."""
+    special_token_ids: tuple[int, ...] = ()
+    """Never to be generated."""
+    mask: ItemMask | None = None
+    """Items of the catalog that it allows; None: all."""
+    top_logprobs: int = 0
+    return_beam_details: bool = False
     lease: ContextLease | None = field(default=None)
 
     @property
@@ -90,7 +99,10 @@ def bound_widths(widths: tuple[int, ...], catalog: Catalog | None, vocab_size: i
 
 
 class Wave:
-    """A set of searches that share catalog version and normaliser, with their shapes and staged arrays."""
+    """A set of searches that share catalog version and normaliser, with their shapes and staged arrays.
+
+    Either all of them are drawn or none.
+    """
 
     def __init__(self, searches: list[Search], max_rows: int) -> None:
         self.searches = searches
@@ -101,6 +113,9 @@ class Wave:
         self.max_rows = max_rows
         self.places = rung(sum(search.rows for search in searches), max_rows)
         self.has_stops = any(search.stop_token_ids for search in searches)
+        self.sampled = searches[0].sampling is not None
+        self.top_logprobs = max(search.top_logprobs for search in searches)
+        self.return_beam_details = any(search.return_beam_details for search in searches)
         self.beam_lease: BeamLease | None = None
         self.shapes = [self._shape(level) for level in range(self.num_levels)]
         self.stride = max((0, *(self.decoded(level) for level in range(1, self.num_levels))))
@@ -109,6 +124,20 @@ class Wave:
     def beam_slots(self) -> int:
         """BeamKV slots that the wave needs: every level but the first writes one for each row that it decodes."""
         return self.stride * (self.num_levels - 1)
+
+    def mask_arrays(self) -> dict[str, np.ndarray]:
+        """The fields of `trie.Masks`, each distinct mask once; empty if every request allows all items."""
+        distinct = list({id(search.mask): search.mask for search in self.searches if search.mask is not None}.values())
+        if not distinct:
+            return {}
+        number = {id(mask): place for place, mask in enumerate(distinct)}
+        of_request = [number.get(id(search.mask), -1) for search in self.searches]
+        filled = distinct + [distinct[0]] * ((1 << (len(distinct) - 1).bit_length()) - len(distinct))
+        return {
+            "mask_B1": np.array(of_request + [-1] * (self.requests + 1 - len(of_request)), dtype=np.int64),
+            "words_FW": np.stack([mask.words.view(np.int64) for mask in filled]),
+            "before_FW": np.stack([mask.before for mask in filled]),
+        }
 
     def rows(self, level: int) -> list[int]:
         """Live rows of each request after `level`: those that go on to the next one."""
@@ -171,6 +200,7 @@ class Wave:
             "join_B1": column([search.join for search in searches]),
             "widths_LB1": widths,
             "length_penalty_B1": penalty,
+            "suppressed_B1": column([bool(search.special_token_ids) for search in searches]),
             "slot_base": np.array(self.beam_lease.base if self.beam_lease else 0, dtype=np.int64),
             "slot_stride": np.array(self.stride, dtype=np.int64),
         }

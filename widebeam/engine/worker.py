@@ -20,15 +20,18 @@ from typing import Any
 
 import torch
 
-from widebeam.engine.reader import Deliver, Reader, Step
+from widebeam.engine.reader import Deliver, Progress, Reader, Step
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job, Outcome, Scheduler
+from widebeam.engine.scheduler import LEVEL_RUNGS, Job, Load, Outcome, Scheduler
+from widebeam.engine.search import Between
 from widebeam.engine.watchdog import Busy
 from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, StartupError
 
 log = logging.getLogger(__name__)
 DEPTH = 2
 """Waves that are on the device at once: one runs, and one behind it keeps the device busy while results are read."""
+PASSING = 4
+"""Short waves that may pass a long one between two of its pieces: the long one goes on, however many wait."""
 
 
 @dataclass
@@ -51,6 +54,10 @@ class Call:
             self.future.set_exception(error)
 
 
+Message = Job | Call | Progress | Exception | None
+"""What the GPU thread may find in its inbox; None ends it."""
+
+
 class Worker:
     """A thread that owns a Runtime."""
 
@@ -58,7 +65,9 @@ class Worker:
         self._build = build
         self._deliver = deliver
         self._died = died
-        self._inbox: queue.SimpleQueue[Job | Call | Step | Exception | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._later: deque[Message] = deque()
+        """What came in the middle of a long wave and is done between waves. The GPU thread's."""
         self._thread = threading.Thread(target=self._main, name="widebeam-gpu", daemon=True)
         self.ready: Future[Runtime] = Future()
         """Set when the model is loaded, or holds the error that stopped it."""
@@ -95,6 +104,11 @@ class Worker:
         """What goes on, for a watchdog to look at from its own thread."""
         return Busy(self._progress_at, self._on_host) if self._on_host or self._flying else None
 
+    @property
+    def on_device(self) -> list[Load]:
+        """What each wave takes that was launched and not delivered, oldest first. May be read on any thread."""
+        return [self.scheduler.load(jobs) for jobs in tuple(self._flying)]
+
     def give_up(self) -> None:
         """The thread or the device hangs, for good: whatever is sent from now on is answered at once."""
         self._hangs, self._end = True, EngineDead("the GPU does not answer")
@@ -121,7 +135,7 @@ class Worker:
             ready.fail(error)
             return
         self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]))
-        reader = Reader(self._deliver, self._on_step)
+        reader = Reader(self._deliver, self._on_progress)
         ready.run(runtime)
         try:
             self._loop(runtime, self.scheduler, reader)
@@ -131,30 +145,42 @@ class Worker:
             log.exception("the GPU thread died")
             self._end = EngineDead("the GPU thread died")
             self._died()
+        for message in self._later:
+            self._inbox.put(message)
         self._answer_if_ended()
         left = [job for jobs in self._flying for job in jobs] + self.scheduler.clear()
         if left:
             self._deliver([Outcome(job, self._end) for job in left])
 
-    def _on_step(self, step: Step | Exception) -> None:
+    def _on_progress(self, progress: Progress | Exception) -> None:
         """Called on the reader's thread."""
         self._progress_at = time.monotonic()
-        self._inbox.put(step)
+        self._inbox.put(progress)
+
+    def _note(self, progress: Progress) -> None:
+        if progress.step is Step.PREFILLED:
+            self._prefilling -= 1
+        else:
+            self._flying = deque(jobs for jobs in self._flying if jobs is not progress.jobs)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         """The host is at work for the device, which may take long but not for ever."""
+        before = self._on_host  # a wave may be launched in the middle of another
         self._progress_at, self._on_host = time.monotonic(), True
         try:
             yield
         finally:
-            self._progress_at, self._on_host = time.monotonic(), False
+            self._progress_at, self._on_host = time.monotonic(), before
 
     def _loop(self, runtime: Runtime, scheduler: Scheduler, reader: Reader) -> None:
         """Waves until told to stop. Waits on the inbox only while nothing may be launched."""
         while True:
-            while not (len(scheduler) and self._has_room and self._inbox.empty()):
-                message = self._inbox.get()
+            since = None  # when jobs began to wait for company, while no wave may be launched
+            while self._later or not (len(scheduler) and self._has_room and self._inbox.empty()):
+                if since is None and len(scheduler) and not self._has_room:
+                    since = time.monotonic()
+                message = self._later.popleft() if self._later else self._inbox.get()
                 if message is None:
                     return
                 if isinstance(message, Exception):
@@ -164,12 +190,13 @@ class Worker:
                 elif isinstance(message, Call):
                     with self._working():
                         message.run(runtime)
-                elif message is Step.PREFILLED:
-                    self._prefilling -= 1
                 else:
-                    self._flying.popleft()
-            jobs = scheduler.next_wave(time.monotonic())
+                    self._note(message)
+            now = time.monotonic()
+            jobs = scheduler.next_wave(now)
             if jobs:
+                if since is not None:
+                    scheduler.distributions.company_wait_seconds.add(now - since)
                 self._launch(runtime, jobs, reader)
 
     @property
@@ -182,7 +209,9 @@ class Worker:
         try:
             with self._working():  # first: a watchdog must never see a wave together with the time of the last one
                 self._flying.append(jobs)
-                flight = runtime.launch(jobs, self._stopping.is_set)
+                started = time.perf_counter()
+                flight = runtime.launch(jobs, self._stopping.is_set, self._between(runtime, jobs, reader))
+                host_s = time.perf_counter() - started
         except torch.OutOfMemoryError:
             self.out_of_memory += 1
             self.scheduler.ran_out_of_memory(jobs)
@@ -198,13 +227,45 @@ class Worker:
             log.exception("a wave of %d requests failed", len(jobs))
             self._fail(jobs, EngineError("the search failed; see the server's log"))
         else:
+            if jobs[0].levels == LEVEL_RUNGS[0]:  # longer ones wait for the device, and for others, between pieces
+                self.scheduler.distributions.wave_host_seconds.add(host_s)
             self.scheduler.had_memory()
             self._prefilling += 1
             reader.add(flight)
 
+    def _between(self, runtime: Runtime, jobs: list[Job], reader: Reader) -> Between:
+        """What a wave of these jobs does between its pieces: let short ones pass."""
+        held = self.scheduler.load(jobs)
+        next_wave: list[Job] = []
+
+        def others_wait() -> bool:
+            self._progress_at = time.monotonic()
+            self._take_in()
+            next_wave[:] = self.scheduler.next_wave(time.monotonic(), held)
+            return bool(next_wave)
+
+        def run_others() -> None:
+            for more in reversed(range(PASSING)):
+                self._launch(runtime, list(next_wave), reader)
+                if not (more and others_wait()):  # what is cut must be launched
+                    return
+
+        return Between(others_wait=others_wait, run_others=run_others)
+
+    def _take_in(self) -> None:
+        """Queue the jobs that have come, without waiting; what is done between waves alone is left for then."""
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if isinstance(message, Job):
+                self.scheduler.add(message)
+            elif isinstance(message, Progress):
+                self._note(message)
+            else:
+                self._later.append(message)
+
     def _fail(self, jobs: list[Job], failure: RequestError) -> None:
-        """Give up the wave launched last."""
-        self._flying.pop()
+        """Give up a wave that was not launched."""
+        self._note(Progress(jobs, Step.DONE))
         self._deliver([Outcome(job, failure) for job in jobs])
 
     def _answer_if_ended(self) -> None:
@@ -218,5 +279,5 @@ class Worker:
                 self._deliver([Outcome(message, self._end)])
             elif isinstance(message, Call):
                 message.fail(self._end)
-            elif message is Step.DONE:
-                self._flying.popleft()
+            elif isinstance(message, Progress):
+                self._note(message)

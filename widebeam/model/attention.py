@@ -53,6 +53,7 @@ class ContextPlan(Protocol):
 class AttentionBackend(Protocol):
     """Makes plans. Chosen by name, once, at start."""
 
+    name: str
     lse_scale: float
     """What turns the backend's log-sum-exp into natural logarithms."""
     fallbacks: int

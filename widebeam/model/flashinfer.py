@@ -54,6 +54,7 @@ class FlashInferBackend:
     Raises RuntimeError if none of FlashInfer's kernels can be built and run here.
     """
 
+    name = "flashinfer"
     lse_scale = math.log(2)
     replayable = True
 

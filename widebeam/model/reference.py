@@ -63,6 +63,7 @@ class TorchContext:
 class TorchBackend:
     """Plans of no fixed shape, which never cut a context; nothing is kept between them."""
 
+    name = "torch"
     lse_scale = 1.0
     fallbacks = 0
     replayable = False

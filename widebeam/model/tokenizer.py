@@ -24,6 +24,7 @@ class Tokenizer:
         self.has_chat_template = self._tokenizer.chat_template is not None
         eos = self._tokenizer.eos_token_id
         self.eos_token_ids: set[int] = set() if eos is None else {int(eos)}
+        self.special_token_ids: list[int] = sorted(map(int, self._tokenizer.all_special_ids))
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
