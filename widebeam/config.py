@@ -12,6 +12,8 @@ from widebeam.errors import ConfigError
 Positive = Annotated[int, Meta(ge=1)]
 MAX_BEAM_WIDTH = 5000
 MAX_LEVELS = 512
+API_KEY_VARIABLE = "WIDEBEAM_API_KEY"
+"""Environment variable with a client's key; no setting of the server."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,6 +95,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """After SIGTERM, time that requests in flight get to finish."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of a log line that is printed."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of the log on stderr. json: one object a line."""
+    api_key_file: str | None = None
+    """File of API keys, one a line (# comments), at least 16 characters each. With it every route but /health and
+    /ready needs one of them as a bearer token."""
+    admin_api_key_file: str | None = None
+    """The same for administrators: settings, cache and abort_all then need a key of this file, which is good for
+    everything else too."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,13 +3,15 @@
 WideBeamError
 |-- RequestError                 the caller can act on it; carries the HTTP status
 |   |-- InvalidRequest     400
-|   |-- Unauthorized       401
+|   |-- Unauthorized       401   no key, or a wrong one
+|   |-- Forbidden          403   the key may not do that
 |   |-- NotFound           404
 |   |-- MethodNotAllowed   405
 |   |-- RequestTimeout     408   the body did not arrive in time
 |   |-- PayloadTooLarge    413
 |   |-- Overloaded         429   retry later
 |   |-- Cancelled          499   the client went away
+|   |-- Aborted            499   somebody asked for its end
 |   |-- EngineError        500   the search failed
 |   |-- OutOfMemory        503   the wave failed, the server goes on
 |   |-- NotReady           503   starting
@@ -59,6 +61,10 @@ class Unauthorized(RequestError):
     status, code = 401, "unauthorized"
 
 
+class Forbidden(RequestError):
+    status, code = 403, "forbidden"
+
+
 class NotFound(RequestError):
     status, code = 404, "not_found"
 
@@ -87,6 +93,10 @@ class Overloaded(RequestError):
 
 class Cancelled(RequestError):
     status, code = 499, "cancelled"
+
+
+class Aborted(RequestError):
+    status, code = 499, "aborted"
 
 
 class EngineError(RequestError):

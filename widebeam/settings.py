@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import tyro
 
-from widebeam.config import EngineConfig, ServerConfig, convert
+from widebeam.config import API_KEY_VARIABLE, EngineConfig, ServerConfig, convert
 from widebeam.errors import ConfigError
 
 ENVIRONMENT = "WIDEBEAM_"
@@ -84,7 +84,7 @@ def _add_environment(tree: dict[str, Any], environment: Mapping[str, str]) -> No
         for field in struct.__struct_fields__
     }
     for name, value in environment.items():
-        if not name.startswith(ENVIRONMENT):
+        if not name.startswith(ENVIRONMENT) or name == API_KEY_VARIABLE:
             continue
         if name not in homes:
             raise ConfigError(f"environment variable {name} is no setting")

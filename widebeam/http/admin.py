@@ -1,22 +1,40 @@
-"""GET routes: models, health, facts about the server, metrics."""
+"""Everything beside searches: models, health, facts about the server, metrics, and what administrators do."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 import widebeam
 from widebeam.engine.request import NO_CATALOG, SearchParams
-from widebeam.errors import NotFound
-from widebeam.http.body import json_response
+from widebeam.errors import InvalidRequest, NotFound
+from widebeam.http.auth import Access, require
+from widebeam.http.body import decode, json_response, read_body
 from widebeam.http.keys import ENGINE, METRICS, REQUEST_ID, SERVER_CONFIG, STARTED_AT, served_name, working_engine
 from widebeam.http.protocol import Health, ModelCard, ModelList
 
 _ALIVE = ("ready", "draining")
 _PROBE_TIMEOUT_MS = 20_000
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /abort_request. `rid` may be empty where all are meant."""
+
+    rid: Annotated[str, Meta(pattern=r"\A[!-~]{0,128}\Z")] | None = None
+    abort_all: bool | None = None
+
+
+class AbortResponse(msgspec.Struct, kw_only=True):
+    """How many searches were ended; one that has been answered already is not among them."""
+
+    aborted: int
+
+
+_ABORT = msgspec.json.Decoder(AbortRequest)
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -107,3 +125,18 @@ async def server_info(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus' text form."""
     return await make_aiohttp_handler(request.app[METRICS].registry, disable_compression=True)(request)
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """End the searches of an id and of its batch, or all of them; their callers are answered with 499 `aborted`."""
+    body = decode(_ABORT, await read_body(request))
+    if body.abort_all:
+        require(request, Access.ADMIN)
+    elif not body.rid:
+        raise InvalidRequest("give a rid, or abort_all = true", param="rid")
+    return json_response(AbortResponse(aborted=request.app[ENGINE].abort(None if body.abort_all else body.rid)))
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    """For SGLang's clients, which call it before they measure."""
+    return web.Response(text="there is no prefix cache: nothing to flush\n")

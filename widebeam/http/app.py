@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from widebeam.config import ServerConfig
-from widebeam.http import admin
+from widebeam.http import admin, openapi
+from widebeam.http.auth import load_keyring
 from widebeam.http.chat import chat_completions
+from widebeam.http.completions import completions
 from widebeam.http.generate import generate
 from widebeam.http.keys import ENGINE, IN_FLIGHT, METRICS, SERVER_CONFIG, STARTED_AT, InFlight
 from widebeam.http.metrics import Metrics
@@ -28,12 +30,14 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     app[METRICS] = Metrics(engine)
     app[IN_FLIGHT] = InFlight()
     app[STARTED_AT] = time.time()
+    app.on_startup.append(load_keyring)
     app.add_routes(
         [
             web.post("/v1/recommend", recommend),
             web.post("/generate", generate),
             web.put("/generate", generate),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{id:.+}", admin.show_model),
             web.get("/health", admin.health),
@@ -44,6 +48,10 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.get("/server_info", admin.server_info),
             web.get("/get_server_info", admin.server_info),
             web.get("/metrics", admin.metrics),
+            web.post("/abort_request", admin.abort_request),
+            web.get("/flush_cache", admin.flush_cache),
+            web.post("/flush_cache", admin.flush_cache),
+            web.get("/openapi.json", openapi.document),
         ]
     )
     return app

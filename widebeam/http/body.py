@@ -81,7 +81,8 @@ def known_fields(neutral: Neutral, labels: Iterable[str] = ()) -> Callable[[type
     Those of `neutral` are to be checked by `refuse_unsupported`. `labels` name or separate requests without asking
     anything of the answer, so any value is fine.
     """
-    fields: list[tuple[str, Any, Any]] = [(name, msgspec.Raw, msgspec.Raw()) for name in (*neutral, *labels)]
+    absent = msgspec.field(default_factory=msgspec.Raw)  # as a plain default it would have to be part of a JSON schema
+    fields: list[tuple[str, Any, Any]] = [(name, msgspec.Raw, absent) for name in (*neutral, *labels)]
 
     def extend(base: type[S]) -> type[S]:
         extended = msgspec.defstruct(

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
+import msgspec
 from aiohttp import hdrs, web
 from msgspec import UNSET
 
-from widebeam.errors import MethodNotAllowed, NotFound, PayloadTooLarge, RequestError
+from widebeam.errors import MethodNotAllowed, NotFound, PayloadTooLarge, RequestError, Unauthorized
 from widebeam.http.body import json_response
 from widebeam.http.keys import REQUEST_ID
 from widebeam.http.protocol import ErrorBody, ErrorInfo
 
 log = logging.getLogger("widebeam.http")
 Dialect = Literal["native", "sglang", "openai"]
+
+
+class OpenAIErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIErrorBody(msgspec.Struct):
+    """OpenAI's form of an error."""
+
+    error: OpenAIErrorInfo
+
+
+class SGLangErrorBody(msgspec.Struct):
+    """SGLang answers in a flat form or a nested one, by the kind of error: this body is readable as either."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+    error: ErrorInfo
+    object: str = "error"
+
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _DEFAULT_RETRY_AFTER_S = 1.0
@@ -43,6 +70,8 @@ def failure_response(error: RequestError, request: web.Request, dialect: Dialect
     if error.status in (429, 503):
         wait_s = error.retry_after_s if error.retry_after_s is not None else _DEFAULT_RETRY_AFTER_S
         response.headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(wait_s)))
+    if isinstance(error, Unauthorized):
+        response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         response.headers[hdrs.ALLOW] = error.allowed
     return response
@@ -62,15 +91,23 @@ def _native(error: RequestError, request_id: str) -> ErrorBody:
     )
 
 
-def _openai(error: RequestError, request_id: str) -> dict[str, Any]:
+def _openai(error: RequestError, request_id: str) -> OpenAIErrorBody:
     kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    return OpenAIErrorBody(OpenAIErrorInfo(error.message, kind, error.param, error.code))
 
 
-def _sglang(error: RequestError, request_id: str) -> dict[str, Any]:
-    """SGLang answers in a flat form or a nested one, by the kind of error: this body is readable as either."""
-    flat = {"object": "error", "message": error.message, "type": str(error.status), "param": error.param}
-    return {**flat, "code": error.status, "error": _native(error, request_id).error}
+def _sglang(error: RequestError, request_id: str) -> SGLangErrorBody:
+    told = _native(error, request_id).error
+    return SGLangErrorBody(error.message, str(error.status), error.param, error.status, told)
 
 
-_BODIES = {"native": _native, "openai": _openai, "sglang": _sglang}
+_BODIES: dict[Dialect, Callable[[RequestError, str], msgspec.Struct]] = {
+    "native": _native,
+    "openai": _openai,
+    "sglang": _sglang,
+}
+ERROR_BODIES: dict[Dialect, type[msgspec.Struct]] = {
+    "native": ErrorBody,
+    "openai": OpenAIErrorBody,
+    "sglang": SGLangErrorBody,
+}

@@ -1,4 +1,4 @@
-"""What happens around every handler: request id, drain, error mapping, metrics and one log line."""
+"""What happens around every handler: request id, API key, time limit, error mapping, metrics and one log line."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import uuid
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from widebeam.errors import Cancelled, InvalidRequest
+from widebeam.errors import Cancelled, InvalidRequest, RequestError
+from widebeam.http.auth import Access, access_to, require
 from widebeam.http.failures import Dialect, as_request_error, failure_response
-from widebeam.http.keys import ENGINE, HAS_HEADER_ID, IN_FLIGHT, METRICS, REQUEST_ID
+from widebeam.http.keys import ENGINE, FACTS, HAS_HEADER_ID, IN_FLIGHT, METRICS, REQUEST_ID, TIME_LIMIT, TimeLimit
+from widebeam.http.logs import RequestFacts, log_request
+from widebeam.http.protocol import MAX_TIMEOUT_MS
 
-log = logging.getLogger("widebeam.http")
 ID_HEADER = "x-request-id"
+TIMEOUT_HEADER = "x-request-timeout-ms"
 _ID = re.compile(r"[!-~]{1,128}")
 
 
-def _dialect(path: str) -> Dialect:
+def dialect_of(path: str) -> Dialect:
+    """In whose form errors on a path are told, whether there is such a route or not."""
     if path == "/generate":
         return "sglang"
-    return "openai" if path.startswith(("/v1/chat/", "/v1/models")) else "native"
+    return "openai" if path.startswith(("/v1/chat/", "/v1/completions", "/v1/models")) else "native"
 
 
 @web.middleware
@@ -32,35 +36,51 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     started = time.perf_counter()
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else "unmatched"
-    outcome, status = Cancelled.code, Cancelled.status
+    facts = request[FACTS] = RequestFacts()
+    failure: RequestError | None = Cancelled("the client went away")
+    status = Cancelled.status
     with request.app[IN_FLIGHT]:
         try:
-            response, outcome = await _answer(request, handler)
+            response, failure = await _answer(request, handler)
             status = response.status
             return response
         finally:
-            elapsed = time.perf_counter() - started
-            request.app[METRICS].observe_request(route, outcome, elapsed)
-            level = logging.DEBUG if request.method == hdrs.METH_GET else logging.INFO
-            form = "%s %s %d %s %.1f ms id=%s"
-            log.log(level, form, request.method, route, status, outcome, elapsed * 1e3, request[REQUEST_ID])
+            seconds = time.perf_counter() - started
+            outcome = "ok" if failure is None else type(failure).code
+            engine_s = None if failure or facts.engine_ms is None else facts.engine_ms / 1e3
+            request.app[METRICS].observe_request(route, outcome, seconds, engine_s)
+            head = {"method": request.method, "route": route, "status": status, "outcome": outcome}
+            log_request(
+                _log_level(request, failure),
+                head,
+                facts,
+                request_id=request[REQUEST_ID],
+                code=None if failure is None else failure.code,
+                seconds=seconds,
+            )
 
 
-async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:
-    outcome = "ok"
+def _log_level(request: web.Request, failure: RequestError | None) -> int:
+    """What probes and scrapers read well is not worth a line in an ordinary log."""
+    quiet = request.method in (hdrs.METH_GET, hdrs.METH_HEAD) and failure is None
+    return logging.DEBUG if quiet else logging.INFO
+
+
+async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, RequestError | None]:
+    failure = None
     try:
         _take_header_id(request)
-        response = await handler(request)
+        require(request, access_to(request))
+        response = await _in_time(request, handler)
     except asyncio.CancelledError:  # the client went away; whatever the handler awaited is cancelled with it
         raise
     except Exception as error:
         failure = as_request_error(error, request)
-        outcome = type(failure).code
-        response = failure_response(failure, request, _dialect(request.path))
+        response = failure_response(failure, request, dialect_of(request.path))
     response.headers[ID_HEADER] = request[REQUEST_ID]
     if request.app[ENGINE].state != "ready":  # a client that reconnects finds a server that stays
         response.force_close()
-    return response, outcome
+    return response, failure
 
 
 def _take_header_id(request: web.Request) -> None:
@@ -71,3 +91,28 @@ def _take_header_id(request: web.Request) -> None:
         if not _ID.fullmatch(given):
             raise InvalidRequest(f"{ID_HEADER} must be 1 to 128 visible ASCII characters", param=ID_HEADER)
         request[REQUEST_ID] = given
+
+
+async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Run the handler within the time that its caller waits."""
+    limit = request[TIME_LIMIT] = TimeLimit()
+    try:
+        async with limit.scope:
+            if access_to(request) is not Access.PUBLIC:
+                limit.tell(_header_timeout(request), TIMEOUT_HEADER)
+            return await handler(request)
+    except TimeoutError:
+        if limit.scope.expired():
+            raise limit.passed() from None
+        raise
+
+
+def _header_timeout(request: web.Request) -> int | None:
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", given) or not 1 <= int(given) <= MAX_TIMEOUT_MS:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1 to {MAX_TIMEOUT_MS}", param=TIMEOUT_HEADER
+        )
+    return int(given)

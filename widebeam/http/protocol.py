@@ -14,14 +14,15 @@ from widebeam.policies import PolicySpec
 
 MAX_HISTORY = 100_000
 MAX_PROMPT_IDS = 1 << 20
+MAX_TIMEOUT_MS = 3_600_000
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 RequestId = Annotated[str, Meta(pattern=r"\A[!-~]{1,128}\Z")]
 """1 to 128 visible ASCII characters, so that it can travel in a header and a log line."""
 ItemId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(max_length=512)]
 BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
-LengthPenalty = Annotated[float, Meta(ge=-16, le=16)]
-TimeoutMs = Annotated[int, Meta(ge=1, le=3_600_000)]
+LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
+TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
 PromptIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_IDS)]
 

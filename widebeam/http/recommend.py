@@ -10,7 +10,7 @@ from aiohttp import web
 from widebeam.engine.request import SearchParams
 from widebeam.errors import InvalidRequest
 from widebeam.http.body import decode, json_response, read_body
-from widebeam.http.keys import METRICS, adopt_id, served_name, working_engine
+from widebeam.http.keys import FACTS, METRICS, adopt_id, limit_time, served_name, working_engine
 from widebeam.http.protocol import CatalogRef, RecommendRequest, RecommendResponse
 from widebeam.http.sequences import usage
 
@@ -34,6 +34,7 @@ async def recommend(request: web.Request) -> web.Response:
             f"give exactly one of {', '.join(_INPUTS)}{found}", param=given[-1] if given else "history"
         )
     request_id = adopt_id(request, body.request_id)
+    limit_time(request, body.timeout_ms)
     catalog = _catalog(engine, body)
     recommendation = await engine.recommend(
         history=body.history,
@@ -47,6 +48,7 @@ async def recommend(request: web.Request) -> web.Response:
     )
     result = recommendation.result
     request.app[METRICS].observe_search(result)
+    request[FACTS].add(result)
     return json_response(
         RecommendResponse(
             id=request_id,
