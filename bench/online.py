@@ -19,7 +19,8 @@ do. Latency is that of good answers; in an open loop it counts from the moment t
 waits unsent is not left out. `late p99` is how much of it was this process being late, `client CPU` how busy it was
 (near 1, it is the client that was measured); timers are exact to 2 ms. Goodput: good answers a second within
 --latency-limit. Queue, prefill and decode are medians of what answers say of their own request, or, where they say
-nothing, means from the server's /metrics over the level, warm-up included.
+nothing, means from the server's /metrics over the level, warm-up included; so is always `host a wave`, the time in
+which the server prepared and launched one.
 
 On one core of an AMD EPYC (2 cores in all) it drives 11,000 requests/s with prompts of 5000 tokens and answers of 256
 beams, 30 kB each way, against a server that answers at once from the other core.
@@ -167,20 +168,23 @@ class Bench:
         if kind == "trace":
             last = math.nextafter(max(sample.ended for sample in samples), math.inf)
         found = summary(samples, first, last, self.arguments.latency_limit)
+        phases = means(before, after)
+        found["wave_host_ms"] = phases.pop("wave_host_ms", None)
         if found["queue_ms"] is None:
-            found |= means(before, after)
+            found |= phases
         found = {"load": name, "kind": kind} | found | {"client_cpu": busy}
         print(f"{name}: {found['requests_per_s']:.4g} requests/s", file=sys.stderr, flush=True)
         self.levels.append(found)
         return found
 
     async def _phases(self) -> dict[str, tuple[float, float]]:
-        """Sum in seconds and count of each phase so far, from the server's metrics; empty if it has none of ours."""
+        """Sum in seconds and count of each phase so far, and of launching a wave, from the server's metrics; empty if
+        it has none of ours."""
         text = (await self.load.get("/metrics")).decode()
         found = {
             key: float(value) for key, value in re.findall(r"^widebeam_(\w+_seconds_(?:sum|count)) (\S+)", text, re.M)
         }
-        names = ("queue", "prefill", "decode")
+        names = ("queue", "prefill", "decode", "wave_host")
         if not all(f"{name}_seconds_count" in found for name in names):
             return {}
         return {name: (found[f"{name}_seconds_sum"], found[f"{name}_seconds_count"]) for name in names}
@@ -204,9 +208,10 @@ class Bench:
             found["overhead_ms"] = median_low(client) - median_low(engine)
             apart = [sample.latency_ms - sample.engine.total for sample in good if sample.engine]
             found |= quantiles("overhead", apart)
-        elif phases := [value for value in means(before, after).values() if value is not None]:
+        elif phases := means(before, after):
+            phases.pop("wave_host_ms")
             found["client_mean_ms"] = fmean(sample.latency_ms for sample in samples if sample.outcome == "ok")
-            found["engine_mean_ms"] = sum(phases)
+            found["engine_mean_ms"] = sum(value for value in phases.values() if value is not None)
             found["overhead_ms"] = found["client_mean_ms"] - found["engine_mean_ms"]
         idle = await self.load.closed_loop([HEALTH], 1, self.last)
         return found | quantiles("idle_health", [sample.latency_ms for sample in idle if sample.due >= self.first])

@@ -57,13 +57,15 @@ async def test_every_route_is_listed_and_every_listed_route_exists() -> None:
 
 
 def test_every_field_is_named_in_its_route() -> None:
-    recommend, generate, chat = (
-        section(API, f"POST {path}") for path in ("/v1/recommend", "/generate", "/v1/chat/completions")
+    recommend, generate, chat, completions = (
+        section(API, f"POST {path}")
+        for path in ("/v1/recommend", "/generate", "/v1/chat/completions", "/v1/completions")
     )
     assert set(RecommendRequest.__struct_fields__) <= names(recommend)
-    sampling = set(sglang.SamplingParams.__struct_fields__)
+    sampling = set(sglang.SamplingParams.__struct_encode_fields__)
     assert sampling | set(sglang.GenerateRequest.__struct_fields__) <= names(generate)
     assert set(openai.ChatRequest.__struct_fields__) <= names(chat)
+    assert set(openai.CompletionRequest.__struct_fields__) <= names(completions)
 
 
 def test_refused_and_ignored_fields_are_those_of_the_code() -> None:
@@ -71,9 +73,11 @@ def test_refused_and_ignored_fields_are_those_of_the_code() -> None:
     refused = names(paragraph(generate, "**Refused unless neutral**")) - {"null", "sampling_params"}
     assert refused == {*sglang.GENERATE_NEUTRAL, *sglang.SAMPLING_NEUTRAL}
     assert names(paragraph(generate, "**Accepted at any value:**")) == set(sglang.LABELS)
-    accepted, refused_in_chat = paragraph(chat, "Accepted at any value:").split("Refused unless neutral:")
-    assert names(accepted) == set(openai.LABELS)
-    assert names(refused_in_chat) == {*openai.CHAT_NEUTRAL, *openai.MESSAGE_NEUTRAL}
+    in_chat, in_completions = {*openai.CHAT_NEUTRAL, *openai.MESSAGE_NEUTRAL}, set(openai.COMPLETION_NEUTRAL)
+    for text, neutral in ((chat, in_chat), (section(API, "POST /v1/completions"), in_completions)):
+        accepted, refused = paragraph(text, "Accepted at any value:").split("Refused unless neutral:")
+        assert names(accepted) == set(openai.LABELS)
+        assert names(refused) == neutral
 
 
 def statuses_of_codes() -> dict[str, int]:
@@ -92,7 +96,13 @@ def statuses_of_codes() -> dict[str, int]:
 
 def test_every_code_is_in_the_table_at_its_status() -> None:
     rows = re.findall(r"^\| (\d{3}) \| (.*) \|$", section(API, "Errors"), re.MULTILINE)
-    other = {"param", "timeout", "Allow", *RecommendRequest.__struct_fields__, *sglang.SamplingParams.__struct_fields__}
+    other = {
+        "param",
+        "timeout",
+        "Allow",
+        *RecommendRequest.__struct_fields__,
+        *sglang.SamplingParams.__struct_encode_fields__,
+    }
     listed = {code: int(status) for status, text in rows for code in names(text) - other}
     assert listed == statuses_of_codes()
 
@@ -166,13 +176,17 @@ def test_the_documented_trap(service: Service) -> None:
     assert len(found["meta_info"]["beam_results"]) == 1
 
 
-def test_the_client_example_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = (text for language, _, text in BLOCK.findall(API) if language == "python")
-    exec(compile(code.replace("http://127.0.0.1:8000", service.url), "docs/api.md", "exec"), {})
-    answered, beams, refused = capsys.readouterr().out.splitlines()
+def test_the_client_examples_run(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for code in (text for language, _, text in BLOCK.findall(section(API, "Python client")) if language == "python"):
+        exec(compile(code.replace("http://127.0.0.1:8000", service.url), "docs/api.md", "exec"), {})
+        printed.append(capsys.readouterr().out.splitlines())
+    (answered, beams, chat, refused), (together,) = printed
     assert answered.startswith("level [") and answered.count("'Title ") == 3
     assert len(json.loads(beams)) == 4
+    assert [len(choice) for choice in ast.literal_eval(chat)] == [3, 3]
     assert refused == "unknown_catalog catalog 404"
+    assert [len(items) for items in ast.literal_eval(together)] == [2, 2, 2]
 
 
 # What docs/catalogs.md shows

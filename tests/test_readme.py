@@ -81,7 +81,12 @@ def test_header_and_row_are_those_of_the_tests(folder: Path) -> None:
 
 
 def test_files_named_in_the_documents_exist() -> None:
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "THREAT_MODEL.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 

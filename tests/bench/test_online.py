@@ -82,7 +82,7 @@ async def test_loops_over_a_real_server_count_every_request(service: Service) ->
     for level in levels:
         assert level["latency_p50_ms"] <= level["latency_p90_ms"] <= level["latency_p99_ms"]
         assert level["handler_ms"] < level["latency_p99_ms"]
-        assert level["prefill_ms"] > 0  # from /metrics
+        assert level["prefill_ms"] > 0 and level["wave_host_ms"] > 0  # from /metrics
     assert "| closed 3" in online.markdown(report)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from blockbuster import blockbuster_ctx
 
+from tests.http.hostile import GOOD, unharmed
 from tests.http.service import Service, running_service
 
 
@@ -35,6 +37,35 @@ def bare_service(shared_bare_service: Service) -> Iterator[Service]:
     """Without a catalog. Afterwards nothing may be left behind in the engine."""
     yield shared_bare_service
     shared_bare_service.check()
+
+
+@pytest.fixture(scope="session")
+def shared_impatient(checkpoint: Path, catalog_file: Path) -> Iterator[Service]:
+    limits = {"body_timeout_s": 0.3, "keepalive_timeout_s": 0.5, "max_body_bytes": 10_000}
+    with running_service(checkpoint, catalog_file, **limits) as service:
+        service.post("/v1/recommend", GOOD)  # what is made once is made now
+        yield service
+
+
+@pytest.fixture
+def impatient(shared_impatient: Service) -> Iterator[Service]:
+    """With short limits, and a good client that it serves throughout."""
+    with unharmed(shared_impatient) as service:
+        yield service
+
+
+@pytest.fixture
+def patient(shared_service: Service) -> Iterator[Service]:
+    """With the ordinary limits of time and size, and a good client that it serves throughout."""
+    with unharmed(shared_service) as service:
+        yield service
+
+
+@pytest.fixture
+def sock(impatient: Service) -> Iterator[socket.socket]:
+    """A connection to `impatient`."""
+    with socket.create_connection(impatient.address, timeout=15) as connection:
+        yield connection
 
 
 @pytest.fixture(scope="module", autouse=True)

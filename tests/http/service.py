@@ -87,17 +87,20 @@ class Service:
     def check(self) -> None:
         """Nothing runs and nothing leaks."""
         self.thread.run(self.engine.check_integrity())
-        assert self.engine.stats().requests_in_flight == 0
+        stats = self.engine.stats()
+        assert (stats.requests_in_flight, stats.rows_in_flight) == (0, 0)
+        assert (stats.row_levels_in_flight, stats.tokens_in_flight) == (0, 0)
+        assert not self.engine._waiting
 
 
 @contextmanager
-def running_service(checkpoint: Path, catalog: Path | None, **server_settings: Any) -> Iterator[Service]:
-    """A service until the end of the block; `server_settings` are those of ServerConfig."""
+def running_service(checkpoint: Path, catalog: Path | None, **settings: Any) -> Iterator[Service]:
+    """A service until the end of the block; `settings` are those of ServerConfig and of EngineConfig."""
     thread = LoopThread("test-server")
-    engine = Engine(
-        str(checkpoint), catalog=None if catalog is None else str(catalog), device="cpu", default_beam_width=16
-    )
-    config = convert({"port": 0, "served_model_name": MODEL_NAME} | server_settings, ServerConfig)
+    of_server = {name: settings.pop(name) for name in ServerConfig.__struct_fields__ if name in settings}
+    of_engine = {"catalog": None if catalog is None else str(catalog), "device": "cpu", "default_beam_width": 16}
+    engine = Engine(str(checkpoint), **(of_engine | settings))
+    config = convert({"port": 0, "served_model_name": MODEL_NAME} | of_server, ServerConfig)
 
     async def listen() -> Server:
         server = Server(engine, config)

@@ -1,25 +1,15 @@
-"""Models, health, facts and metrics."""
+"""Models, health and facts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
-import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.http.service import MODEL_NAME, Service, running_service
+from tests.http.service import MODEL_NAME, Service
 from widebeam.config import EngineConfig, ServerConfig
 from widebeam.engine.engine import Engine
 from widebeam.http.server import Server
-
-
-def samples(service: Service) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    answer = service.get("/metrics")
-    assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain")
-    families = text_string_to_metric_families(answer.content.decode())
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
 def test_models(service: Service, checkpoint: Path) -> None:
@@ -82,44 +72,3 @@ async def test_health_while_starting(checkpoint: Path) -> None:
     finally:
         await engine.stop()
         await server.stop()
-
-
-@pytest.fixture(scope="module")
-def shared_small(checkpoint: Path, catalog_file: Path) -> Iterator[Service]:
-    with running_service(checkpoint, catalog_file) as service:
-        yield service
-
-
-def test_metrics_count_what_happened(shared_small: Service) -> None:
-    service = shared_small
-    before = samples(service)
-    service.post("/v1/recommend", {"input_ids": [7, 8], "n": 2})
-    service.post("/v1/recommend", {"input_ids": [], "n": 2})
-    service.get("/nowhere")
-    after = samples(service)
-
-    def grown(name: str, **labels: str) -> float:
-        key = (f"widebeam_{name}", tuple(sorted(labels.items())))
-        return after[key] - before.get(key, 0.0)
-
-    assert grown("requests_total", route="/v1/recommend", outcome="ok") == 1
-    assert grown("requests_total", route="/v1/recommend", outcome="invalid_request") == 1
-    assert grown("requests_total", route="unmatched", outcome="not_found") == 1
-    assert grown("request_seconds_count", route="/v1/recommend") == 2
-    assert grown("queue_seconds_count") == grown("prefill_seconds_count") == grown("decode_seconds_count") == 1
-    assert grown("prompt_tokens_total") == 2
-    assert grown("generated_tokens_total") == 6
-    assert grown("requests_done_total") == grown("waves_total") == 1
-    assert after[("widebeam_engine_state", (("state", "ready"),))] == 1
-    assert grown("waves_by_levels_total", levels="8") == 1 and grown("waves_by_levels_total", levels="512") == 0
-    for budget in ("requests", "rows", "row_levels", "tokens"):
-        assert grown("requests_refused_by_total", budget=budget) == 0
-        assert after[(f"widebeam_{budget}_in_flight", ())] == 0
-    for name in ("jobs_overtaken_total", "jobs_aged_total", "requests_waiting", "rows_waiting", "tokens_waiting"):
-        assert after[(f"widebeam_{name}", ())] == 0
-    assert after[("widebeam_wave_rows_limit", ())] == service.engine.config.max_wave_rows
-    assert after[("widebeam_retry_after_seconds", ())] == 0
-    assert after[("widebeam_context_pages_used", ())] == 0
-    assert after[("widebeam_context_pages", ())] > 0
-    smallest = min(float(dict(labels)["le"]) for name, labels in after if name == "widebeam_request_seconds_bucket")
-    assert smallest == 0.001

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: beams as choices, best first."""
+"""POST /v1/chat/completions: beams as choices, best first; or texts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from msgspec import UNSET
 
 from widebeam.errors import InvalidRequest
 from widebeam.http.body import decode, event_stream, json_response, read_body, refuse_unsupported
-from widebeam.http.keys import METRICS, adopt_id, served_name, working_engine
+from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices
+from widebeam.http.keys import adopt_id, limit_time, served_name, working_engine
 from widebeam.http.openai import (
     CHAT_NEUTRAL,
     MESSAGE_NEUTRAL,
     AssistantMessage,
-    BeamInfo,
+    ChatChoice,
     ChatRequest,
     ChatResponse,
-    Choice,
     Logprobs,
-    StreamOptions,
     TemplateOptions,
     TokenLogprob,
+    TopLogprob,
 )
-from widebeam.http.sequences import decode_all, room, search_params, texts, usage
+from widebeam.http.sequences import Spelling, Text, run_plan, usage
+from widebeam.http.stop_strings import UNFINISHED
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -35,46 +36,45 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
 async def chat_completions(request: web.Request) -> web.Response:
-    """One completion object, or with `stream` one chunk that holds all beams."""
+    """One completion object, or with `stream` one chunk that holds all choices."""
     engine = working_engine(request)
     body = decode(_DECODER, await read_body(request))
     _check(body)
     request_id = adopt_id(request, body.rid)
-    params, beams, warnings = search_params(
-        engine,
-        body.options(),
-        body,
-        seed=body.seed,
-        max_new_tokens=body.max_completion_tokens or body.max_tokens,
-        request_id=request_id,
+    limit_time(request, body.timeout_ms)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    plan = plan_choices(
+        engine, body, max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0, request_id=request_id
     )
-    prompt_ids = await _prompt_ids(engine, body)
-    if params.max_new_tokens is None and not beams and engine.catalogs.get(body.catalog) is None:
-        params = msgspec.structs.replace(params, max_new_tokens=room(engine, len(prompt_ids)))
-    result = await engine.submit(prompt_ids, params)
-    request.app[METRICS].observe_search(result)
+    plan.fill_context = max_tokens is None and not plan.beams
+    result, choices = await run_plan(
+        request, engine, await _prompt_ids(engine, body), plan, lambda *found: _choices(body, *found)
+    )
     answer = ChatResponse(
         id=request_id,
         object="chat.completion",
         created=int(time.time()),
         model=body.model or served_name(request),
-        choices=await _choices(engine, result, body),
+        choices=choices,
         usage=usage(result),
-        warnings=warnings + result.warnings or UNSET,
+        warnings=result.warnings or UNSET,
+        beam_details=UNSET if result.levels is None else result.levels,
     )
-    return event_stream(_chunks(answer, body)) if body.stream else json_response(answer)
+    if not body.stream:
+        return json_response(answer)
+    deltas = [msgspec.structs.replace(choice, message=UNSET, delta=choice.message) for choice in choices]
+    chunk = msgspec.structs.replace(answer, object="chat.completion.chunk", choices=deltas, usage=UNSET)
+    return event_stream(chunks([chunk], usage(result), body.stream_options))
 
 
 def _check(body: ChatRequest) -> None:
-    refuse_unsupported(body, CHAT_NEUTRAL)
+    check_fields(body, CHAT_NEUTRAL)
     for index, message in enumerate(body.messages or []):
         refuse_unsupported(message, MESSAGE_NEUTRAL, f"messages[{index}].")
     if (body.messages is None) == (body.input_ids is None):
         raise InvalidRequest("give exactly one of messages and input_ids", param="messages")
-    if body.best_of not in (None, body.n or 1):
-        raise InvalidRequest("best_of must equal n; set beam_width for a beam wider than n", param="best_of")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream = true", param="stream_options")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
 
 
 async def _prompt_ids(engine: Engine, body: ChatRequest) -> list[int]:
@@ -84,46 +84,28 @@ async def _prompt_ids(engine: Engine, body: ChatRequest) -> list[int]:
     return await engine.render_chat([message.plain() for message in body.messages or []], **options)
 
 
-async def _choices(engine: Engine, result: SearchResult, body: ChatRequest) -> list[Choice]:
-    contents = await texts(engine, result.sequences, body)
-    logprobs: list[Logprobs] | list[None] = [None] * len(contents)
-    if body.logprobs:
-        logprobs = await _logprobs(engine, result.sequences)
+def _choices(body: ChatRequest, result: SearchResult, texts: list[Text], spelling: Spelling) -> list[ChatChoice]:
     return [
-        Choice(
-            index=index,
-            message=AssistantMessage(content=contents[index]),
-            finish_reason="length" if sequence.finish_reason == "length" else "stop",
-            logprobs=logprobs[index],
-            sglext=BeamInfo(sequence_score=sequence.score, normalizer=result.normalizer),
+        ChatChoice(
+            message=AssistantMessage(content=text.text),
+            logprobs=_logprobs(text.sequence, spelling) if body.logprobs else None,
+            **choice_fields(index, text, result),
         )
-        for index, sequence in enumerate(result.sequences)
+        for index, text in enumerate(texts)
     ]
 
 
-async def _logprobs(engine: Engine, sequences: list[Sequence]) -> list[Logprobs]:
-    distinct = sorted({token for sequence in sequences for token in sequence.token_ids})
-    strings = await decode_all(engine, [[token] for token in distinct], skip_special_tokens=False)
-    spelt = dict(zip(distinct, strings, strict=True))
-    return [
-        Logprobs(
-            content=[
-                TokenLogprob(token=spelt[token], logprob=logprob, bytes=list(spelt[token].encode()))
-                for token, logprob in zip(sequence.token_ids, sequence.logprobs, strict=True)
-            ]
-        )
-        for sequence in sequences
-    ]
+def _logprobs(sequence: Sequence, spelling: Spelling) -> Logprobs:
+    def entry(token: int, logprob: float) -> TopLogprob:
+        text = spelling.token(token)
+        return TopLogprob(token=text, logprob=logprob, bytes=None if UNFINISHED in text else list(text.encode()))
 
-
-def _chunks(answer: ChatResponse, body: ChatRequest) -> list[ChatResponse]:
-    """One chunk with every beam, then, if asked for, one with the usage alone."""
-    options = body.stream_options or StreamOptions()
-    usage_so_far = answer.usage if options.continuous_usage_stats else None
-    choices = [msgspec.structs.replace(c, message=UNSET, delta=c.message) for c in answer.choices]
-    chunk = msgspec.structs.replace(
-        answer, object="chat.completion.chunk", choices=choices, usage=usage_so_far if options.include_usage else UNSET
+    top = sequence.top_logprobs or [[]] * len(sequence.token_ids)
+    return Logprobs(
+        content=[
+            TokenLogprob(
+                **msgspec.structs.asdict(entry(token, logprob)), top_logprobs=[entry(*each) for each in others]
+            )
+            for token, logprob, others in zip(sequence.token_ids, sequence.logprobs, top, strict=True)
+        ]
     )
-    if not options.include_usage:
-        return [chunk]
-    return [chunk, msgspec.structs.replace(chunk, choices=[], usage=answer.usage, warnings=UNSET)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,11 +9,11 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from widebeam.engine.request import SearchParams
 from widebeam.errors import InvalidRequest, RequestError
+from widebeam.http.batches import Prompt, of_prompt, run_all, split_prompts
 from widebeam.http.body import decode, event_stream, json_response, read_body, refuse_unsupported
-from widebeam.http.keys import METRICS, adopt_id, working_engine
-from widebeam.http.sequences import room, search_params, texts
+from widebeam.http.keys import adopt_id, limit_time, working_engine
+from widebeam.http.sequences import Plan, Spelling, Text, plan_search, run_plan
 from widebeam.http.sglang import (
     GENERATE_NEUTRAL,
     SAMPLING_NEUTRAL,
@@ -22,16 +21,16 @@ from widebeam.http.sglang import (
     BeamResult,
     GenerateRequest,
     GenerateResponse,
+    LogprobTriple,
     RequestMeta,
     SamplingParams,
 )
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
-    from widebeam.engine.request import SearchResult, Sequence
+    from widebeam.engine.request import SearchResult
 
 T = TypeVar("T")
-Prompt = str | list[int]
 _DECODER = msgspec.json.Decoder(GenerateRequest)
 
 
@@ -39,30 +38,36 @@ class Job(msgspec.Struct, kw_only=True):
     """One prompt of the body, checked and ready to run."""
 
     prompt: Prompt
-    sampling: SamplingParams
-    params: SearchParams
-    beams: bool
+    plan: Plan
     logprobs: bool
+    text_in_logprobs: bool
     prompt_ids_wanted: bool
-    warnings: list[str]
     started: float
+
+    @property
+    def samples(self) -> bool:
+        """Several independent texts: an answer for each."""
+        return self.plan.params.n > 1 and not self.plan.beams
 
 
 async def generate(request: web.Request) -> web.Response:
-    """One dict for one prompt, a list for a list of prompts; as events with `stream`.
+    """One dict for one prompt, a list for a list of prompts or several samples of one; as events with `stream`.
 
-    A beam is ranked only when the search is over, so a stream is one event for each prompt, and an error comes before
+    A beam is ranked only when the search is over, so a stream is one event for each answer, and an error comes before
     it as a plain response with its status.
     """
     started = time.perf_counter()
     engine = working_engine(request)
     body = decode(_DECODER, await read_body(request))
     refuse_unsupported(body, GENERATE_NEUTRAL)
+    limit_time(request, body.timeout_ms)
     jobs, batched = _jobs(engine, body, request, started)
-    answers = await _all([_run(request, engine, job) for job in jobs], batched)
+    by_prompt = await run_all([_run(request, engine, job) for job in jobs], batched)
+    answers = [answer for of_one in by_prompt for answer in of_one]
+    listed = batched or jobs[0].samples
     if not body.stream:
-        return json_response(answers if batched else answers[0])
-    if batched:
+        return json_response(answers if listed else answers[0])
+    if listed:
         for index, answer in enumerate(answers):
             answer.index = index
     return event_stream(answers)
@@ -73,6 +78,7 @@ def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: 
     count = len(prompts)
     sampling = _each(body.sampling_params, count, batched, SamplingParams(), "sampling_params")
     logprobs = _each(body.return_logprob, count, batched, False, "return_logprob")
+    top_logprobs = _each(body.top_logprobs_num, count, batched, 0, "top_logprobs_num")
     first_id = adopt_id(request, body.rid if isinstance(body.rid, str) else None)
     made_up = [f"{first_id}_{index}" for index in range(count)] if batched else [first_id]
     ids = body.rid if isinstance(body.rid, list) else made_up
@@ -81,17 +87,17 @@ def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: 
     jobs = []
     for index, (prompt, fields) in enumerate(zip(prompts, sampling, strict=True)):
         try:
-            params, beams, warnings = _params(engine, body, fields, ids[index])
+            if top_logprobs[index] and not logprobs[index]:
+                raise InvalidRequest("top_logprobs_num needs return_logprob", param="top_logprobs_num")
+            plan = _plan(engine, body, fields, top_logprobs[index], ids[index])
         except RequestError as error:
-            raise _at(index, error) if batched else error from None
+            raise of_prompt(index, error) if batched else error from None
         job = Job(
             prompt=prompt,
-            sampling=fields,
-            params=params,
-            beams=beams,
+            plan=plan,
             logprobs=logprobs[index],
+            text_in_logprobs=bool(body.return_text_in_logprobs),
             prompt_ids_wanted=bool(body.return_prompt_token_ids),
-            warnings=warnings,
             started=started,
         )
         jobs.append(job)
@@ -102,18 +108,8 @@ def _prompts(body: GenerateRequest) -> tuple[list[Prompt], bool]:
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("give exactly one of text and input_ids", param="input_ids")
     if body.text is not None:
-        batched = isinstance(body.text, list)
-        prompts: list[Any] = body.text if isinstance(body.text, list) else [body.text]
-    else:
-        ids = body.input_ids or []
-        kinds = {type(entry) for entry in ids}
-        if len(kinds) > 1:
-            raise InvalidRequest("input_ids mixes token ids and lists of token ids", param="input_ids")
-        batched = kinds == {list}
-        prompts = list(ids) if batched else [ids]
-    if not prompts:
-        raise InvalidRequest("the list of prompts is empty", param="text")
-    return prompts, batched
+        return split_prompts(body.text, "text")
+    return split_prompts(body.input_ids or [], "input_ids")
 
 
 def _each(given: T | list[T] | None, count: int, batched: bool, default: T, name: str) -> list[T]:
@@ -125,9 +121,7 @@ def _each(given: T | list[T] | None, count: int, batched: bool, default: T, name
     return given
 
 
-def _params(
-    engine: Engine, body: GenerateRequest, fields: SamplingParams, rid: str
-) -> tuple[SearchParams, bool, list[str]]:
+def _plan(engine: Engine, body: GenerateRequest, fields: SamplingParams, top_logprobs: int, rid: str) -> Plan:
     refuse_unsupported(fields, SAMPLING_NEUTRAL, "sampling_params.")
     if body.beam_width is not None:
         if fields.beam_width not in (None, body.beam_width) or fields.n not in (None, body.beam_width):
@@ -136,100 +130,93 @@ def _params(
             )
         if fields.beam_width is None:
             fields = msgspec.structs.replace(fields, beam_width=body.beam_width, n=body.beam_width)
-    return search_params(
+    plan = plan_search(
         engine,
         body,
         fields,
-        seed=fields.sampling_seed,
         max_new_tokens=fields.max_new_tokens if isinstance(fields.max_new_tokens, int) else None,
+        top_logprobs=top_logprobs,
+        beam_details=bool(body.return_beam_details),
         request_id=rid,
         where="sampling_params.",
     )
+    plan.fill_context = fields.max_new_tokens is None
+    return plan
 
 
-async def _all(runs: list[Any], batched: bool) -> list[GenerateResponse]:
-    """All answers in order. The first failure cancels the others and names its place in the batch."""
-    if not batched:
-        return [await runs[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_indexed(index, run)) for index, run in enumerate(runs)]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-async def _indexed(index: int, run: Any) -> GenerateResponse:
-    try:
-        return await run
-    except RequestError as error:
-        raise _at(index, error) from None
-
-
-def _at(index: int, error: RequestError) -> RequestError:
-    return type(error)(
-        f"prompt {index} of the batch: {error.message}",
-        code=error.code,
-        param=error.param,
-        retry_after_s=error.retry_after_s,
-    )
-
-
-async def _run(request: web.Request, engine: Engine, job: Job) -> GenerateResponse:
+async def _run(request: web.Request, engine: Engine, job: Job) -> list[GenerateResponse]:
     prompt_ids = await engine.encode(job.prompt) if isinstance(job.prompt, str) else job.prompt
-    params = job.params
-    if job.sampling.max_new_tokens is None and engine.catalogs.get(params.catalog) is None:
-        params = msgspec.structs.replace(params, max_new_tokens=room(engine, len(prompt_ids)))
-    result = await engine.submit(prompt_ids, params)
-    request.app[METRICS].observe_search(result)
-    beams = [
-        BeamResult(text=text, output_ids=sequence.token_ids, meta_info=_beam_meta(sequence, params, job))
-        for sequence, text in zip(result.sequences, await texts(engine, result.sequences, job.sampling), strict=True)
+    _, answers = await run_plan(request, engine, prompt_ids, job.plan, lambda *found: _answers(job, prompt_ids, *found))
+    return answers
+
+
+def _answers(
+    job: Job, prompt_ids: list[int], result: SearchResult, texts: list[Text], spelling: Spelling
+) -> list[GenerateResponse]:
+    """One for all beams, or one for each sample."""
+    results = [
+        BeamResult(text=text.text, output_ids=text.sequence.token_ids, meta_info=_beam_meta(text, job, spelling))
+        for text in texts
     ]
-    return _answer(job, result, beams, prompt_ids)
+    if not job.samples:
+        return [_answer(job, prompt_ids, result, results, result.completion_tokens)]
+    return [_answer(job, prompt_ids, result, [one], len(one.output_ids)) for one in results]
 
 
-def _answer(job: Job, result: SearchResult, beams: list[BeamResult], prompt_ids: list[int]) -> GenerateResponse:
+def _answer(
+    job: Job, prompt_ids: list[int], result: SearchResult, beams: list[BeamResult], completion_tokens: int
+) -> GenerateResponse:
     best = beams[0]
     meta = RequestMeta(
         **msgspec.structs.asdict(best.meta_info),
         id=result.request_id,
         prompt_tokens=result.prompt_tokens,
-        completion_tokens=result.completion_tokens,
+        completion_tokens=completion_tokens,
         normalizer=result.normalizer,
         input_token_logprobs=[] if job.logprobs else UNSET,
+        input_top_logprobs=[] if job.plan.params.top_logprobs else UNSET,
         e2e_latency=time.perf_counter() - job.started,
         response_sent_to_client_ts=time.time(),
     )
     first = BeamResult(text=best.text, output_ids=best.output_ids, meta_info=meta)
-    if job.beams:
+    if job.plan.beams:
         meta = msgspec.structs.replace(meta, beam_results=[first, *beams[1:]])
-    warnings = job.warnings + result.warnings
+    if result.levels is not None:
+        meta = msgspec.structs.replace(meta, beam_details=result.levels)
     return GenerateResponse(
         text=best.text,
         output_ids=best.output_ids,
         meta_info=meta,
         prompt_token_ids=prompt_ids if job.prompt_ids_wanted else UNSET,
-        warnings=warnings or UNSET,
+        warnings=result.warnings or UNSET,
     )
 
 
-def _beam_meta(sequence: Sequence, params: SearchParams, job: Job) -> BeamMeta:
-    meta = BeamMeta(finish_reason=_finish_reason(sequence, params.max_new_tokens))
-    if job.beams:
+def _beam_meta(text: Text, job: Job, spelling: Spelling) -> BeamMeta:
+    sequence = text.sequence
+    meta = BeamMeta(finish_reason=_finish_reason(text, job.plan.params.max_new_tokens))
+    if job.plan.beams:
         meta.sequence_score = sequence.score
-    if job.logprobs:
-        meta.output_token_logprobs = [
-            (logprob, token, None) for logprob, token in zip(sequence.logprobs, sequence.token_ids, strict=True)
-        ]
-        meta.output_token_logprobs_length = len(sequence.logprobs)
+    if text.items is not None:
+        meta.items = text.items
+    if not job.logprobs:
+        return meta
+
+    def triple(token: int, logprob: float) -> LogprobTriple:
+        return logprob, token, spelling.token(token) if job.text_in_logprobs else None
+
+    meta.output_token_logprobs = list(map(triple, sequence.token_ids, sequence.logprobs))
+    meta.output_token_logprobs_length = len(sequence.logprobs)
+    if sequence.top_logprobs is not None:
+        meta.output_top_logprobs = [[triple(*entry) for entry in entries] for entries in sequence.top_logprobs]
     return meta
 
 
-def _finish_reason(sequence: Sequence, max_new_tokens: int | None) -> dict[str, Any]:
+def _finish_reason(text: Text, max_new_tokens: int | None) -> dict[str, Any]:
     """A whole item counts as `length` where its depth was the only limit or equals the given one."""
-    length = len(sequence.token_ids)
-    whole_item = sequence.finish_reason == "item" and max_new_tokens in (None, length)
-    if sequence.finish_reason == "length" or whole_item:
-        return {"type": "length", "length": length}
-    return {"type": "stop", "matched": sequence.token_ids[-1]}
+    if text.matched is not None:
+        return {"type": "stop", "matched": text.matched}
+    sequence, length = text.sequence, len(text.sequence.token_ids)
+    if sequence.finish_reason == "item" and max_new_tokens not in (None, length):
+        return {"type": "stop", "matched": sequence.token_ids[-1]}
+    return {"type": "length", "length": length}

@@ -2,62 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 import widebeam
+from widebeam.engine.stats import SECONDS, Distribution
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
     from widebeam.engine.request import SearchResult
 
 STATES = ("starting", "ready", "draining", "stopped", "dead")
-_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
-_LABELS = {"requests_refused_by": "budget", "waves_by_levels": "levels"}
-"""Fields of the engine's statistics that are tables, and what their keys are."""
-_COUNTED = frozenset(_LABELS) | {
-    "requests_done", "requests_refused", "waves", "jobs_overtaken", "jobs_aged", "out_of_memory", "fallbacks",
-}  # fmt: skip
-"""Those that only grow; the others are gauges."""
+_COUNTERS = {
+    "searches": ("searches", "outcome", "Accepted searches, by how they ended"),
+    "requests_refused": ("requests_refused_by", "budget", "Searches refused with 429, by the budget that was full"),
+    "waves": ("waves_by_levels", "levels", "Waves, by the most levels that their searches may have"),
+    "waves_closed": ("waves_closed_by", "reason", "Waves, by what kept the next search in turn out"),
+    "waves_passing": ("waves_passing", None, "Waves that ran between pieces of a longer one"),
+    "jobs_overtaken": ("jobs_overtaken", None, "Searches that ran after a wave headed by a younger one"),
+    "jobs_aged": ("jobs_aged", None, "Searches held up by younger ones for as long as is allowed"),
+    "jobs_dropped": ("jobs_dropped", None, "Searches that left the queue without running: cancelled or too late"),
+    "out_of_memory": ("out_of_memory", None, "Waves that ran out of the device's memory"),
+    "fallbacks": ("fallbacks", None, "Slower ways taken than the device has"),
+}
+"""Metric: field of the engine's statistics, what its keys are if it is a table, and the help text."""
+_GAUGES = {
+    "requests_in_flight": "Searches that wait or run",
+    "rows_in_flight": "Beam rows of the searches in flight",
+    "row_levels_in_flight": "Rows to decode, over all levels, of the searches in flight",
+    "tokens_in_flight": "Prompt tokens of the searches in flight",
+    "requests_waiting": "Searches in flight that are in no wave yet",
+    "rows_waiting": "Beam rows of the waiting searches",
+    "tokens_waiting": "Prompt tokens of the waiting searches",
+    "retry_after_seconds": "Wait that was told last with a 429",
+    "wave_rows_limit": "Beam rows that a wave may have now",
+    "waves_on_device": "Waves that were launched and not delivered",
+    "beam_rows_in_use": "Beam rows of the waves on the device",
+    "context_pages_in_use": "Context pages of the waves on the device",
+    "beam_slots_in_use": "Beam slots of the waves on the device",
+    "context_pages": "Context pages of the pool",
+    "context_pages_high_water": "Most context pages that one wave has held",
+    "beam_slots": "Beam slots of the pool",
+    "beam_slots_high_water": "Most beam slots that one wave has held",
+}
+_HISTOGRAMS = {
+    "wave_requests": "Searches of a wave",
+    "wave_rows": "Beam rows of a wave",
+    "wave_prompt_tokens": "Prompt tokens of a wave",
+    "wave_host_seconds": "Time in which the host prepared and launched a wave",
+    "company_wait_seconds": "Time for which searches waited for company while the device was busy",
+    "beam_width": "Beams of a search at its widest level",
+    "prompt_length_tokens": "Prompt tokens of a search",
+}
 
 
 class Metrics:
     """The metrics of one server, in a registry of its own."""
 
     def __init__(self, engine: Engine) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "widebeam_requests", "HTTP requests answered", ("route", "outcome"), registry=self.registry
-        )
+        self.registry = _Registry(support_collectors_without_names=True)
+        self._requests = self._counter("requests", "HTTP requests answered", ("route", "outcome"))
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered searches")
+        self._generated_tokens = self._counter("generated_tokens", "Tokens of all returned sequences")
         self._request_s = self._histogram("request", "Time from the request line to the answer", ("route",))
-        self._queue_s = self._histogram("queue", "Time that a search waited for its wave")
-        self._prefill_s = self._histogram("prefill", "Time of the prefill of a search's wave")
-        self._decode_s = self._histogram("decode", "Time of the levels of a search's wave")
-        self._prompt_tokens = Counter("widebeam_prompt_tokens", "Prompt tokens of searches", registry=self.registry)
-        self._generated_tokens = Counter(
-            "widebeam_generated_tokens", "Tokens of all returned sequences", registry=self.registry
-        )
+        self._outside_s = self._histogram("http_overhead", "That time without the engine's", ("route",))
+        self._phases_s = {
+            "queue": self._histogram("queue", "Time that a search waited for its wave"),
+            "prefill": self._histogram("prefill", "Time of the prefill of a search's wave"),
+            "decode": self._histogram("decode", "Time of the levels of a search's wave"),
+            "total": self._histogram("search", "Time of a search in the engine"),
+        }
         self.registry.register(_EngineCollector(engine))
 
-    def _histogram(self, what: str, text: str, labels: tuple[str, ...] = ()) -> Histogram:
-        return Histogram(f"widebeam_{what}_seconds", text, labels, registry=self.registry, buckets=_BUCKETS_S)
+    def _counter(self, what: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"widebeam_{what}", text, labels, registry=self.registry)
 
-    def observe_request(self, route: str, outcome: str, seconds: float) -> None:
-        """`outcome` is `ok` or the code of an error class; both labels come from small closed sets."""
+    def _histogram(self, what: str, text: str, labels: tuple[str, ...] = ()) -> Histogram:
+        return Histogram(f"widebeam_{what}_seconds", text, labels, registry=self.registry, buckets=SECONDS)
+
+    def observe_request(self, route: str, outcome: str, seconds: float, engine_s: float | None = None) -> None:
+        """`outcome` is `ok` or the code of an error class; both labels come from small closed sets.
+
+        `engine_s`: the part of a good answer's time that passed in the engine, if it went there.
+        """
         self._requests.labels(route, outcome).inc()
         self._request_s.labels(route).observe(seconds)
+        if engine_s is not None:
+            self._outside_s.labels(route).observe(max(0.0, seconds - engine_s))
 
     def observe_search(self, result: SearchResult) -> None:
-        self._queue_s.observe(result.timing_ms.queue / 1e3)
-        self._prefill_s.observe(result.timing_ms.prefill / 1e3)
-        self._decode_s.observe(result.timing_ms.decode / 1e3)
+        for phase, histogram in self._phases_s.items():
+            histogram.observe(getattr(result.timing_ms, phase) / 1e3)
         self._prompt_tokens.inc(result.prompt_tokens)
         self._generated_tokens.inc(result.completion_tokens)
+
+
+class _Registry(CollectorRegistry):
+    """Without the moment at which each series began, which would be one more series for each."""
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
 
 class _EngineCollector(Collector):
@@ -70,22 +127,47 @@ class _EngineCollector(Collector):
         """Nothing: the engine has no statistics yet when the collector is registered."""
         return ()
 
-    def collect(self) -> Iterable[Metric]:
-        info = GaugeMetricFamily("widebeam_build_info", "Version, as a label", labels=("version",))
-        info.add_metric((widebeam.__version__,), 1.0)
-        yield info
-        state = GaugeMetricFamily("widebeam_engine_state", "1 for the state that the engine is in", labels=("state",))
-        for name in STATES:
-            state.add_metric((name,), float(name == self._engine.state))
-        yield state
-        if self._engine.state not in ("ready", "draining"):  # it has no pools yet, or none any more
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        yield InfoMetricFamily("widebeam_build", "Version, as a label", {"version": widebeam.__version__})
+        states = {state: state == engine.state for state in STATES}
+        yield _table("engine_state", "1 for the state that the engine is in", "state", states)
+        if engine.state not in ("ready", "draining"):  # it has no pools yet, or none any more
             return
-        for name, value in msgspec.structs.asdict(self._engine.stats()).items():
-            family: type[CounterMetricFamily | GaugeMetricFamily] = (
-                CounterMetricFamily if name in _COUNTED else GaugeMetricFamily
-            )
-            labels = (_LABELS[name],) if name in _LABELS else ()
-            metric = family(f"widebeam_{name}", f"Engine statistics: {name}", labels=labels)
-            for key, number in value.items() if labels else [(None, value)]:
-                metric.add_metric((str(key),) if labels else (), number)
-            yield metric
+        yield InfoMetricFamily("widebeam_model", "What runs and how, as labels", engine.info)
+        catalogs = {name: catalog for name in engine.catalogs.names() if (catalog := engine.catalogs.get(name))}
+        versions = {name: catalog.version for name, catalog in catalogs.items()}
+        items = {name: catalog.num_items for name, catalog in catalogs.items()}
+        yield _table("catalog_version", "Version of a catalog that new searches get", "catalog", versions)
+        yield _table("catalog_items", "Items of that version", "catalog", items)
+        stats = engine.stats()
+        for name, (field, label, text) in _COUNTERS.items():
+            yield _table(name, text, label, getattr(stats, field), CounterMetricFamily)
+        for name, text in _GAUGES.items():
+            yield _table(name, text, None, getattr(stats, name))
+        for budget, limit in stats.in_flight_limits.items():
+            name = f"{budget}_in_flight_limit"
+            yield _table(name, f"What widebeam_{budget}_in_flight may be at most", None, limit)
+        for name, text in _HISTOGRAMS.items():
+            yield _histogram(name, text, getattr(stats.distributions, name))
+
+
+def _table(
+    name: str,
+    text: str,
+    label: str | None,
+    value: Any,
+    family: type[CounterMetricFamily | GaugeMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    """A number, or a table of them with a label for its keys."""
+    metric = family(f"widebeam_{name}", text, labels=() if label is None else (label,))
+    rows = {(): value} if label is None else {(str(key),): number for key, number in value.items()}
+    for labels, number in rows.items():
+        metric.add_metric(labels, number)
+    return metric
+
+
+def _histogram(name: str, text: str, seen: Distribution) -> Metric:
+    bounds = [*map(str, map(float, seen.bounds)), "+Inf"]
+    buckets = list(zip(bounds, accumulate(seen.counts), strict=True))
+    return HistogramMetricFamily(f"widebeam_{name}", text, buckets=buckets, sum_value=seen.sum)

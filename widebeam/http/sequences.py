@@ -1,33 +1,82 @@
-"""What the text dialects share: their fields become search parameters, and sequences become text."""
+"""What the text dialects share: their fields become a search, and what it finds becomes text."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from aiohttp import web
 
 from widebeam.engine.request import SearchParams
+from widebeam.errors import InvalidRequest
+from widebeam.http.keys import FACTS, METRICS
 from widebeam.http.protocol import SearchOptions, Usage
-from widebeam.http.sampling import SamplingFields, beam_plan, check_sampling
+from widebeam.http.sampling import SamplingFields, beam_plan, text_sampling, token_bias, without_effect
+from widebeam.http.stop_strings import Stop, find_stop
 
 if TYPE_CHECKING:
+    from widebeam.constraints.catalog import Catalog
     from widebeam.engine.engine import Engine
     from widebeam.engine.request import SearchResult, Sequence
+    from widebeam.model.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
-def search_params(
+class Plan(msgspec.Struct, kw_only=True):
+    """A body that was checked, but for its prompt."""
+
+    params: SearchParams
+    fields: SamplingFields
+    beams: bool
+    """The answer has the form of a beam search."""
+    fill_context: bool = False
+    """Without a catalog, as many tokens as the context has room for."""
+    warnings: list[str]
+
+
+class Text(msgspec.Struct):
+    """A sequence as the client sees it."""
+
+    sequence: Sequence
+    text: str
+    matched: int | str | None
+    """The stop token or string that ended it."""
+    items: list[int | str] | None
+    """Ids of the items that it spells; None without a catalog."""
+
+
+def plan_search(
     engine: Engine,
     options: SearchOptions,
     fields: SamplingFields,
     *,
-    seed: int | None,
     max_new_tokens: int | None,
+    top_logprobs: int,
+    beam_details: bool,
     request_id: str,
     where: str = "",
-) -> tuple[SearchParams, bool, list[str]]:
-    """(parameters, whether the answer has the form of a beam search, warnings). Raises InvalidRequest."""
-    plan = beam_plan(fields, options.policy, engine.catalogs.get(options.catalog) is not None, where)
-    warnings = check_sampling(fields, seed, plan.beams, where)
+) -> Plan:
+    """What the fields ask for; `where` is the path to those of sampling. Raises InvalidRequest."""
+    catalog_in_use = engine.catalogs.get(options.catalog) is not None
+    plan = beam_plan(fields, options.policy, catalog_in_use, where)
+    vocab_size = engine.model_config.vocab_size
+    sampling, warnings = None, []
+    if plan.beams or catalog_in_use:
+        token_bias(fields, vocab_size, where)
+        warnings = without_effect(fields, where)
+    else:
+        sampling = text_sampling(fields, vocab_size, where)
+    if beam_details and sampling is not None:
+        raise InvalidRequest(
+            "return_beam_details is for beams and greedy texts: a drawn text has no beams", param="return_beam_details"
+        )
+    if fields.stop_strings and engine.tokenizer is None:
+        raise InvalidRequest(
+            f"{where}stop: the model has no tokenizer; use stop_token_ids", code="no_tokenizer", param=where + "stop"
+        )
     params = SearchParams(
         n=plan.n,
         beam_width=plan.width,
@@ -38,33 +87,112 @@ def search_params(
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
+        sampling=sampling,
+        suppress_special_tokens=bool(fields.suppress_special_tokens),
+        top_logprobs=top_logprobs,
+        return_beam_details=beam_details,
         timeout_ms=options.timeout_ms,
         priority=options.priority or 0,
         request_id=request_id,
     )
-    return params, plan.beams, warnings
+    return Plan(params=params, fields=fields, beams=plan.beams, warnings=warnings)
 
 
-def room(engine: Engine, num_prompt_tokens: int) -> int:
-    """Tokens that can be generated behind the prompt until the context or the limit of levels ends."""
-    return max(1, min(engine.config.max_levels, engine.max_context_len - num_prompt_tokens))
+async def run_plan(
+    request: web.Request,
+    engine: Engine,
+    prompt_ids: list[int],
+    plan: Plan,
+    form: Callable[[SearchResult, list[Text], Spelling], T],
+) -> tuple[SearchResult, T]:
+    """Search, cut texts at stop strings, and give them the form of the dialect.
+
+    Thousands of beams take long enough to spell that the event loop must not wait for them: `form` runs on a thread.
+    """
+    params = plan.params
+    catalog = engine.catalogs.get(params.catalog)
+    if plan.fill_context and catalog is None:
+        room = min(engine.config.max_levels, engine.max_context_len - len(prompt_ids))
+        params = msgspec.structs.replace(params, max_new_tokens=max(1, room))
+    result = await engine.submit(prompt_ids, params)  # takes the catalog before it first waits: the same version
+
+    def spell() -> tuple[SearchResult, T]:
+        spelling = Spelling(engine.tokenizer, plan.fields)
+        texts = [_text(sequence, spelling, params, catalog) for sequence in result.sequences]
+        shown = msgspec.structs.replace(
+            result, sequences=[text.sequence for text in texts], warnings=plan.warnings + result.warnings
+        )
+        return shown, form(shown, texts, spelling)
+
+    shown, formed = await asyncio.to_thread(spell)
+    request.app[METRICS].observe_search(shown)
+    request[FACTS].add(shown)
+    return shown, formed
 
 
-async def texts(engine: Engine, sequences: Iterable[Sequence], fields: SamplingFields) -> list[str]:
-    """The text of each sequence, without its stop token unless `no_stop_trim`; empty without a tokenizer."""
-    trim = not fields.no_stop_trim
-    ids = [s.token_ids[:-1] if trim and s.finish_reason == "stop" else s.token_ids for s in sequences]
-    return await decode_all(engine, ids, skip_special_tokens=fields.skip_special_tokens is not False)
+class Spelling:
+    """Token ids to text, as one request wants it. Empty texts without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, fields: SamplingFields) -> None:
+        self._tokenizer = tokenizer
+        self._skip = fields.skip_special_tokens is not False
+        self._stop_strings = fields.stop_strings
+        self._keeps_stop = fields.keeps_stop
+        self._tokens: dict[int, str] = {}
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of several tokens."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+    def token(self, token: int) -> str:
+        """One token by itself, special ones included."""
+        if self._tokenizer is None:
+            return ""
+        if token not in self._tokens:
+            self._tokens[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._tokens[token]
+
+    def shown(self, sequence: Sequence) -> list[int]:
+        """The tokens that the text is made of: not a stop token, unless it is to be kept."""
+        trims = sequence.finish_reason == "stop" and not self._keeps_stop
+        return sequence.token_ids[:-1] if trims else sequence.token_ids
+
+    def spell(self, sequence: Sequence) -> tuple[str, Stop | None]:
+        """The text, and the stop string that it was cut at."""
+        ids = self.shown(sequence)
+        text = self.decode(ids)
+        stop = find_stop(self.decode, ids, text, self._stop_strings)
+        if stop is None:
+            return text, None
+        return text[: stop.end if self._keeps_stop else stop.start], stop
 
 
-async def decode_all(engine: Engine, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
-    """Thousands of beams take long enough to decode that the event loop must not wait for them."""
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        return [""] * len(ids)
-    return await asyncio.to_thread(lambda: [tokenizer.decode(i, skip_special_tokens=skip_special_tokens) for i in ids])
+def _text(sequence: Sequence, spelling: Spelling, params: SearchParams, catalog: Catalog | None) -> Text:
+    text, stop = spelling.spell(sequence)
+    items = None if catalog is None else [catalog.item_id(row) for row in catalog.items_at(sequence.node)]
+    if stop is not None:
+        return Text(_cut(sequence, stop.num_tokens, params.length_penalty), text, stop.string, items)
+    matched = sequence.token_ids[-1] if sequence.finish_reason == "stop" else None
+    return Text(sequence, text, matched, items)
 
 
-def usage(result: SearchResult) -> Usage:
-    total = result.prompt_tokens + result.completion_tokens
-    return Usage(prompt_tokens=result.prompt_tokens, completion_tokens=result.completion_tokens, total_tokens=total)
+def _cut(sequence: Sequence, length: int, length_penalty: float) -> Sequence:
+    """The sequence as if its last token had been a stop token."""
+    logprobs = sequence.logprobs[:length]
+    top = sequence.top_logprobs
+    return msgspec.structs.replace(
+        sequence,
+        token_ids=sequence.token_ids[:length],
+        logprobs=logprobs,
+        top_logprobs=None if top is None else top[:length],
+        cum_logprob=sum(logprobs),
+        score=sum(logprobs) / length**length_penalty,
+        finish_reason="stop",
+    )
+
+
+def usage(*results: SearchResult) -> Usage:
+    """Sums over searches: each prompt once, and all sequences."""
+    prompt = sum(result.prompt_tokens for result in results)
+    completion = sum(result.completion_tokens for result in results)
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

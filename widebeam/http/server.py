@@ -22,6 +22,7 @@ from widebeam.config import Config, ServerConfig
 from widebeam.errors import ConfigError
 from widebeam.http.app import build_app
 from widebeam.http.keys import IN_FLIGHT
+from widebeam.http.logs import configure, protocol_log
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -31,6 +32,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 1024
 BROKEN = 70
 """Exit status (EX_SOFTWARE) when the engine is dead."""
+_LAST_ANSWERS_S = 0.05
 _ANSWER_TIMEOUT_S = 5.0  # for handlers to answer 503 once the engine has given up their requests
 
 
@@ -45,6 +47,7 @@ class Server:
             self._app,
             handler_cancellation=True,
             access_log=None,
+            logger=protocol_log,
             auto_decompress=False,
             keepalive_timeout=config.keepalive_timeout_s,
             shutdown_timeout=_ANSWER_TIMEOUT_S,
@@ -59,7 +62,8 @@ class Server:
             await web.TCPSite(self._runner, host, port, backlog=_BACKLOG).start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror  # not the loop's long words
+            raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from None
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._runner.addresses[0][1]}"
 
@@ -75,7 +79,10 @@ class Server:
         return True
 
     async def stop(self) -> None:
-        """Close the socket and every connection."""
+        """Close the socket, and a moment later every connection: who connected just before still gets an answer."""
+        for site in list(self._runner.sites):
+            await site.stop()
+        await asyncio.sleep(_LAST_ANSWERS_S)
         await self._runner.cleanup()
 
 
@@ -142,7 +149,7 @@ async def _or_signal(work: Coroutine[Any, Any, object], signals: _Signals) -> si
 
 def run(config: Config) -> int:
     """`serve` on uvloop, with logging set up; returns the exit status. Raises StartupError."""
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(config.server.log_level, config.server.log_format)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a thread that loads weights cannot be interrupted in Python
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(serve(config))

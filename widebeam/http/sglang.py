@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from widebeam.engine.request import Normalizer, TokenId
+from widebeam.engine.request import MAX_TOP_LOGPROBS, LevelBeams, Normalizer, TokenId
+from widebeam.http.batches import MAX_BATCH
 from widebeam.http.body import Neutral, known_fields
 from widebeam.http.protocol import MAX_PROMPT_IDS, BeamWidth, PromptIds, RequestId, SearchOptions
-from widebeam.http.sampling import Levels, SamplingFields
-
-MAX_BATCH = 1024
+from widebeam.http.sampling import Levels, MinTokens, SamplingFields, Seed, StopString
 
 LABELS = (
     "cache_salt", "extra_key", "routing_key", "conversation_id", "custom_labels", "external_trace_header",
@@ -21,7 +20,7 @@ LABELS = (
 """There is no prefix cache to salt and one engine to route to."""
 
 _GENERATE_OFF = """
-    input_embeds session_id session_params no_logs token_ids_logprob return_text_in_logprobs
+    input_embeds session_id session_params no_logs token_ids_logprob
     return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64
     return_sampling_mask sampling_logprobs_mode return_entropy return_hidden_states return_routed_experts
     return_indexer_topk return_bytes
@@ -38,25 +37,28 @@ GENERATE_NEUTRAL: Neutral = {
     **dict.fromkeys(_GENERATE_OFF.split(), ()),
     "log_metrics": (True,),
     "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
     "routed_experts_start_len": (0,),
 }
-_SAMPLING_OFF = "stop stop_regex json_schema regex ebnf structural_tag custom_params watermark"
+_SAMPLING_OFF = "stop_regex json_schema regex ebnf structural_tag custom_params watermark"
 SAMPLING_NEUTRAL: Neutral = {
     **dict.fromkeys(_SAMPLING_OFF.split(), ()),
-    "min_new_tokens": (0,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
 }
 
 
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
 @known_fields(SAMPLING_NEUTRAL)
 class SamplingParams(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params`: SGLang's fields and `use_beam_search`."""
+    """`sampling_params`: SGLang's fields, `use_beam_search` and `suppress_special_tokens`."""
 
     max_new_tokens: Levels | UnsetType | None = UNSET
     """Unset: 128, or the depth of the catalog. null: until the context ends."""
-    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: MinTokens | None = msgspec.field(default=None, name="min_new_tokens")
+    seed: Seed | None = msgspec.field(default=None, name="sampling_seed")
+    stop: Annotated[str, Meta(max_length=1024)] | Annotated[list[StopString], Meta(max_length=32)] | None = None
 
 
 @known_fields(GENERATE_NEUTRAL, LABELS)
@@ -69,13 +71,18 @@ class GenerateRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     rid: RequestId | Annotated[list[RequestId], Meta(max_length=MAX_BATCH)] | None = None
     return_logprob: bool | Annotated[list[bool], Meta(max_length=MAX_BATCH)] | None = None
+    top_logprobs_num: TopLogprobs | Annotated[list[TopLogprobs], Meta(max_length=MAX_BATCH)] | None = None
+    """Needs return_logprob."""
+    return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     beam_width: BeamWidth | None = None
     """For sampling_params that have no beam field: width and number of sequences."""
+    return_beam_details: bool | None = None
+    """Not SGLang's: the beams that were live after each level."""
 
 
-LogprobTriple = tuple[float, int, None]
-"""(log-probability, token id, text: not given)"""
+LogprobTriple = tuple[float, int, str | None]
+"""(log-probability, token id, text if asked for)"""
 
 
 class BeamMeta(msgspec.Struct, kw_only=True):
@@ -83,8 +90,11 @@ class BeamMeta(msgspec.Struct, kw_only=True):
 
     finish_reason: dict[str, Any]
     sequence_score: float | UnsetType = UNSET
+    items: list[int | str] | UnsetType = UNSET
+    """With a catalog: ids of the items that the sequence spells."""
     output_token_logprobs: list[LogprobTriple] | UnsetType = UNSET
     output_token_logprobs_length: int | UnsetType = UNSET
+    output_top_logprobs: list[list[LogprobTriple]] | UnsetType = UNSET
 
 
 class RequestMeta(BeamMeta, kw_only=True):
@@ -102,6 +112,8 @@ class RequestMeta(BeamMeta, kw_only=True):
     normalizer: Normalizer
     """Over what the scores are normalised; SGLang knows only `vocab`."""
     input_token_logprobs: list[LogprobTriple] | UnsetType = UNSET
+    input_top_logprobs: list[list[LogprobTriple]] | UnsetType = UNSET
+    beam_details: list[LevelBeams] | UnsetType = UNSET
     beam_results: list[BeamResult] | UnsetType = UNSET
 
 
@@ -114,7 +126,7 @@ class BeamResult(msgspec.Struct, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """The best sequence, and all of them in `meta_info.beam_results` where beams were asked for."""
+    """The best sequence, and all of them in `meta_info.beam_results` where beams were asked for; or one sample."""
 
     text: str
     output_ids: list[int]
@@ -122,4 +134,4 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
     index: int | UnsetType = UNSET
-    """Place in the batch, in a stream."""
+    """Place in the list of answers, in a stream."""

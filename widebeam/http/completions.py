@@ -1,0 +1,120 @@
+"""POST /v1/completions: texts or token ids in, choices out, prompt by prompt."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from widebeam.errors import RequestError
+from widebeam.http.batches import Prompt, restated, run_all, split_prompts
+from widebeam.http.body import decode, event_stream, json_response, read_body
+from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices
+from widebeam.http.keys import adopt_id, limit_time, served_name, working_engine
+from widebeam.http.openai import (
+    COMPLETION_NEUTRAL,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from widebeam.http.sequences import Plan, Spelling, Text, run_plan, usage
+from widebeam.http.stop_strings import text_ends
+
+if TYPE_CHECKING:
+    from widebeam.engine.engine import Engine
+    from widebeam.engine.request import SearchResult
+
+DEFAULT_TOKENS = 16
+"""OpenAI's."""
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+
+
+async def completions(request: web.Request) -> web.Response:
+    """One object with the choices of all prompts; with `stream` a chunk for each prompt, when all are done."""
+    engine = working_engine(request)
+    body = decode(_DECODER, await read_body(request))
+    check_fields(body, COMPLETION_NEUTRAL)
+    prompts, batched = split_prompts(body.prompt, "prompt")
+    request_id = adopt_id(request, body.rid)
+    limit_time(request, body.timeout_ms)
+    plan = _plan(engine, body, request_id)
+    runs = [_run(request, engine, prompt, index, plan, body) for index, prompt in enumerate(prompts)]
+    found = await run_all(runs, batched)
+    total = usage(*(result for result, _ in found))
+    head = CompletionResponse(
+        id=request_id, created=int(time.time()), model=body.model or served_name(request), choices=[]
+    )
+    if not body.stream:
+        return json_response(msgspec.structs.replace(_filled(head, found), usage=total))
+    return event_stream(chunks([_filled(head, [one]) for one in found], total, body.stream_options))
+
+
+def _plan(engine: Engine, body: CompletionRequest, request_id: str) -> Plan:
+    in_catalog = engine.catalogs.get(body.catalog) is not None
+    return plan_choices(
+        engine,
+        body,
+        max_new_tokens=body.max_tokens or (None if in_catalog else DEFAULT_TOKENS),
+        top_logprobs=body.logprobs or 0,
+        request_id=request_id,
+    )
+
+
+async def _run(
+    request: web.Request, engine: Engine, prompt: Prompt, index: int, plan: Plan, body: CompletionRequest
+) -> tuple[SearchResult, list[CompletionChoice]]:
+    """The choices of one prompt."""
+    first = index * plan.params.n
+    try:
+        prompt_ids = await engine.encode(prompt) if isinstance(prompt, str) else prompt
+        return await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, first, *found))
+    except RequestError as error:
+        raise restated(error, error.message, "prompt" if error.param == "input_ids" else error.param) from None
+
+
+def _choices(
+    body: CompletionRequest, first: int, result: SearchResult, texts: list[Text], spelling: Spelling
+) -> list[CompletionChoice]:
+    return [
+        CompletionChoice(
+            text=text.text,
+            logprobs=None if body.logprobs is None else _logprobs(text, spelling),
+            **choice_fields(first + index, text, result),
+        )
+        for index, text in enumerate(texts)
+    ]
+
+
+def _logprobs(text: Text, spelling: Spelling) -> CompletionLogprobs:
+    sequence = text.sequence
+    ends = text_ends(spelling.decode, sequence.token_ids)
+    top = []
+    for token, logprob, others in zip(
+        sequence.token_ids, sequence.logprobs, sequence.top_logprobs or [[]] * len(ends), strict=True
+    ):
+        spelt: dict[str, float] = {}
+        for other, value in [*others, (token, logprob)]:
+            spelt.setdefault(spelling.token(other), value)  # of tokens that look the same, the most probable
+        top.append(spelt)
+    return CompletionLogprobs(
+        tokens=[spelling.token(token) for token in sequence.token_ids],
+        token_logprobs=sequence.logprobs,
+        top_logprobs=top,
+        text_offset=[min(end, len(text.text)) for end in [0, *ends[:-1]]],
+    )
+
+
+def _filled(head: CompletionResponse, found: list[tuple[SearchResult, list[CompletionChoice]]]) -> CompletionResponse:
+    """An answer for some of the prompts."""
+    warnings = list(dict.fromkeys(warning for result, _ in found for warning in result.warnings))
+    levels = [result.levels for result, _ in found if result.levels is not None]
+    return msgspec.structs.replace(
+        head,
+        choices=[choice for _, choices in found for choice in choices],
+        warnings=warnings or UNSET,
+        beam_details=levels or UNSET,
+    )
