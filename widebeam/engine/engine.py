@@ -27,7 +27,7 @@ from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import Recommendation, ranked_items
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
-from widebeam.engine.stats import OUTCOMES, EngineStats
+from widebeam.engine.stats import OUTCOMES, EngineStats, engine_stats
 from widebeam.engine.watchdog import Watchdog
 from widebeam.engine.worker import Worker
 from widebeam.errors import (
@@ -295,44 +295,8 @@ class Engine(Blocking):
 
     def stats(self) -> EngineStats:
         """Numbers of this moment. Cheap; may be called while waves run."""
-        in_use, refused, scheduler = self._budgets.in_use, self._budgets.refused, self._worker.scheduler
-        on_device = self._worker.on_device
         waiting = [job.search for job in list(self._waiting) if job.waiting]
-        context, beams = self._runtime.core.context, self._runtime.core.beams
-        return EngineStats(
-            requests_in_flight=in_use["requests"],
-            rows_in_flight=in_use["rows"],
-            row_levels_in_flight=in_use["row_levels"],
-            tokens_in_flight=in_use["tokens"],
-            in_flight_limits=dict(self._budgets.limits),
-            requests_waiting=len(waiting),
-            rows_waiting=sum(search.rows for search in waiting),
-            tokens_waiting=sum(search.num_tokens for search in waiting),
-            requests_done=self._done,
-            searches=dict(self._ended),
-            requests_refused=sum(refused.values()),
-            requests_refused_by=dict(refused),
-            retry_after_seconds=self._budgets.retry_after_s,
-            waves=sum(scheduler.waves.values()),
-            waves_by_levels=dict(scheduler.waves),
-            waves_closed_by=dict(scheduler.closed_by),
-            waves_passing=scheduler.waves_passing,
-            wave_rows_limit=scheduler.rows_limit,
-            jobs_overtaken=scheduler.jobs_overtaken,
-            jobs_aged=scheduler.jobs_aged,
-            jobs_dropped=scheduler.jobs_dropped,
-            out_of_memory=self._worker.out_of_memory,
-            fallbacks=self._runtime.fallbacks,
-            waves_on_device=len(on_device),
-            beam_rows_in_use=sum(load.rows for load in on_device),
-            context_pages_in_use=sum(load.pages for load in on_device),
-            beam_slots_in_use=sum(load.slots for load in on_device),
-            context_pages=context.num_pages,
-            context_pages_high_water=context.high_water,
-            beam_slots=beams.num_slots,
-            beam_slots_high_water=beams.high_water,
-            distributions=scheduler.distributions.copy(),
-        )
+        return engine_stats(waiting, self._done, self._ended, self._budgets, self._worker, self._runtime)
 
     @property
     def info(self) -> dict[str, str]:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import field
+
+if TYPE_CHECKING:
+    from widebeam.engine.budgets import Budgets
+    from widebeam.engine.runtime import Runtime
+    from widebeam.engine.wave import Search
+    from widebeam.engine.worker import Worker
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
 OUTCOMES = (
@@ -111,3 +119,46 @@ class EngineStats(msgspec.Struct, kw_only=True):
     beam_slots: int
     beam_slots_high_water: int
     distributions: Distributions
+
+
+def engine_stats(
+    waiting: list[Search], done: int, ended: Mapping[str, int], budgets: Budgets, worker: Worker, runtime: Runtime
+) -> EngineStats:
+    """Put together what the parts of an engine count."""
+    in_use, refused, scheduler = budgets.in_use, budgets.refused, worker.scheduler
+    on_device = worker.on_device
+    context, beams = runtime.core.context, runtime.core.beams
+    return EngineStats(
+        requests_in_flight=in_use["requests"],
+        rows_in_flight=in_use["rows"],
+        row_levels_in_flight=in_use["row_levels"],
+        tokens_in_flight=in_use["tokens"],
+        in_flight_limits=dict(budgets.limits),
+        requests_waiting=len(waiting),
+        rows_waiting=sum(search.rows for search in waiting),
+        tokens_waiting=sum(search.num_tokens for search in waiting),
+        requests_done=done,
+        searches=dict(ended),
+        requests_refused=sum(refused.values()),
+        requests_refused_by=dict(refused),
+        retry_after_seconds=budgets.retry_after_s,
+        waves=sum(scheduler.waves.values()),
+        waves_by_levels=dict(scheduler.waves),
+        waves_closed_by=dict(scheduler.closed_by),
+        waves_passing=scheduler.waves_passing,
+        wave_rows_limit=scheduler.rows_limit,
+        jobs_overtaken=scheduler.jobs_overtaken,
+        jobs_aged=scheduler.jobs_aged,
+        jobs_dropped=scheduler.jobs_dropped,
+        out_of_memory=worker.out_of_memory,
+        fallbacks=runtime.fallbacks,
+        waves_on_device=len(on_device),
+        beam_rows_in_use=sum(load.rows for load in on_device),
+        context_pages_in_use=sum(load.pages for load in on_device),
+        beam_slots_in_use=sum(load.slots for load in on_device),
+        context_pages=context.num_pages,
+        context_pages_high_water=context.high_water,
+        beam_slots=beams.num_slots,
+        beam_slots_high_water=beams.high_water,
+        distributions=scheduler.distributions.copy(),
+    )
