@@ -116,11 +116,11 @@ def kept_last(core: Core, prompts: PackedPrompts, stream: None, plan: int) -> No
 
 def _keep_in_place(core: Core) -> None:
     """Promise the compiler that what a level reads and writes never moves: graphs then use it where it is."""
-    state, pools = core.state, [*core.context.pools, *core.beams.pools]
-    for pool in pools:
-        torch._dynamo.mark_static(pool)  # of a pool of symbolic size, torch 2.13 loses where a layer begins
+    state = core.state
     own = [value for value in vars(state).values() if isinstance(value, Tensor)]
-    for buffer in [*own, *state.finished, *pools]:
+    for buffer in [*own, *state.finished, *core.context.pools, *core.beams.pools]:
+        # of a pool of symbolic size torch 2.13 loses where a layer begins, and each symbolic size costs a look a call
+        torch._dynamo.mark_static(buffer)
         torch._dynamo.mark_static_address(buffer, guard=False)
 
 
