@@ -84,3 +84,17 @@ online: $(INSTALLED)
 	test -f build/qwen3-0.6b/config.json || $(BIN)/python bench/random_checkpoint.py qwen3-0.6b build/qwen3-0.6b
 	$(BIN)/python bench/online.py --checkpoint build/qwen3-0.6b --context 500 --width 64 --concurrency 1 2 4 8 --overload \
 	  --duration 30 --warm-up 10 --save build/online.json
+
+# make compat   the benchmark clients of SGLang and vLLM against a server on this machine: none of their requests may fail
+.PHONY: compat
+COMPAT := build/compat
+compat: export PYTHONPATH := $(CURDIR)
+compat: $(COMPAT)/.installed
+	$(COMPAT)/bin/python tests/compat/run.py
+
+$(COMPAT)/.installed: pyproject.toml constraints.txt tests/compat/requirements.txt
+	$(PYTHON) -m venv --clear $(COMPAT)
+	$(COMPAT)/bin/python -m pip install --quiet --upgrade pip
+	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt -e . $(PIP_ARGS)
+	$(COMPAT)/bin/python -m pip install --quiet --no-deps -c constraints.txt -r tests/compat/requirements.txt $(PIP_ARGS)
+	touch $@

@@ -1,29 +1,26 @@
-"""The SDK against the real server, and its retries against a peer that misbehaves on purpose."""
+"""The SDK against the real server; test_retries.py and test_transport.py have servers that fail."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from tests.http.service import MODEL_NAME, Service, running_service, until, wait_until
 from widebeam import AsyncClient, Client, errors
-from widebeam.blocking import LoopThread
-from widebeam.errors import ServerUnreachable
+from widebeam.config import Config
+from widebeam.http.openai import ChatResponse
 from widebeam.http.protocol import RecommendResponse
 from widebeam.policies import PolicySpec
+from widebeam.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,6 +41,14 @@ def client(service: Service) -> Iterator[Client]:
 def ids_of(found: RecommendResponse) -> list[int | str]:
     """Without the scores, which may differ in the last digit between waves of different make-up."""
     return [item.id for item in found.items]
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """A Python program in a process of its own, which has to succeed."""
+    command = [sys.executable, "-X", "dev", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_recommend_is_typed(service: Service, client: Client) -> None:
@@ -90,6 +95,57 @@ def test_generate_is_the_raw_form(client: Client) -> None:
     assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in batch] == [3, 3]
 
 
+def test_chat_is_typed(service: Service, client: Client) -> None:
+    messages = [{"role": "user", "content": "watched <a_9>"}]
+    answer = client.chat(messages, beam_width=16, n=2, logprobs=True, top_logprobs=2, request_id="c-1")
+    assert isinstance(answer, ChatResponse)
+    raw = service.post("/v1/chat/completions", {"messages": messages, "beam_width": 16, "n": 2}).json
+    assert [choice.text for choice in answer.choices] == [choice["message"]["content"] for choice in raw["choices"]]
+    assert [choice.items for choice in answer.choices] == [choice["sglext"]["items"] for choice in raw["choices"]]
+    assert answer.choices[0].score == pytest.approx(raw["choices"][0]["sglext"]["sequence_score"], abs=1e-5)
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2, 2, 2]
+        total = sum(token.logprob for token in choice.logprobs.content)
+        assert choice.score == pytest.approx(total / 3, abs=1e-5)
+    assert answer.id == "c-1"
+
+
+def test_chat_draws_texts(client: Client) -> None:
+    def texts(seed: int) -> list[str]:
+        answer = client.chat(input_ids=[7, 11], catalog="none", n=3, max_tokens=6, temperature=1.0, seed=seed)
+        return [choice.text for choice in answer.choices]
+
+    assert texts(1) == texts(1) != texts(2)
+    cut = client.chat(input_ids=[7, 11], catalog="none", max_tokens=6, temperature=1.0, seed=1, stop=texts(1)[0][:3])
+    assert cut.choices[0].text == "" and cut.choices[0].finish_reason == "stop"
+
+
+def test_completions_of_several_prompts(client: Client) -> None:
+    answer = client.completions([[7, 11], [8]], beam_width=4, n=2, logprobs=1)
+    alone = client.completions([8], beam_width=4, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.items for choice in answer.choices[2:]] == [choice.items for choice in alone.choices]
+    assert answer.choices[0].logprobs is not None and len(answer.choices[0].logprobs.tokens) == 3
+
+
+async def test_abort_ends_a_call_for_good(service: Service) -> None:
+    async with AsyncClient(service.url) as client:
+        with service.held():
+            call = asyncio.create_task(client.recommend(input_ids=[7], request_id="to-end"))
+            await until(lambda: service.engine.stats().requests_in_flight == 1)
+            assert await client.abort("another") == 0
+            assert await client.abort("to-end") == 1
+            with pytest.raises(errors.Aborted):
+                await call
+
+
+def test_a_stream_is_refused(client: Client) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        client.generate("a", stream=True)
+    assert caught.value.param == "stream"
+
+
 def test_models_and_health(client: Client) -> None:
     (card,) = client.models()
     assert (card.id, card.max_model_len) == (MODEL_NAME, 512)
@@ -118,6 +174,27 @@ def test_the_timeout_bounds_the_call_and_reaches_the_engine(service: Service, cl
         wait_until(lambda: service.engine.stats().requests_in_flight == 0)  # the client may be the first to give up
 
 
+def test_the_api_key_opens_the_server(
+    checkpoint: Path, catalog_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("a-key-of-this-test\n")
+    (tmp_path / "keys").chmod(0o600)
+    with running_service(checkpoint, catalog_file, api_key_file=str(tmp_path / "keys")) as closed:
+        with Client(closed.url, api_key="another-key-of-this-test") as client, pytest.raises(errors.Unauthorized):
+            client.recommend(input_ids=[7], n=1)
+        with Client(closed.url, api_key="a-key-of-this-test") as client:
+            assert client.recommend(input_ids=[7], n=1).items
+        monkeypatch.setenv("WIDEBEAM_API_KEY", "a-key-of-this-test")
+        with Client(closed.url) as client:
+            assert client.recommend(input_ids=[7], n=1).items
+        with Client(closed.url, api_key="") as client, pytest.raises(errors.Unauthorized):
+            client.models()
+
+
+def test_the_clients_key_is_no_setting_of_the_server() -> None:
+    assert parse(Config, ["model"], "serve", {"WIDEBEAM_API_KEY": "k"}) == parse(Config, ["model"], "serve", {})
+
+
 async def test_many_calls_at_once(service: Service) -> None:
     async with AsyncClient(service.url) as client:
         prompts = [[7, 11 + index % 16] for index in range(40)]
@@ -135,6 +212,36 @@ async def test_cancelling_a_call_frees_the_request(service: Service) -> None:
             await until(lambda: service.engine.stats().requests_in_flight == 0)
             with pytest.raises(asyncio.CancelledError):
                 await call
+
+
+async def test_closing_fails_what_runs_and_frees_it(service: Service) -> None:
+    client = AsyncClient(service.url)
+    with service.held():
+        call = asyncio.create_task(client.recommend(input_ids=[7]))
+        await until(lambda: service.engine.stats().requests_in_flight == 1)
+        await client.close()
+        with pytest.raises(errors.ServerUnreachable):
+            await call
+        await until(lambda: service.engine.stats().requests_in_flight == 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        await client.models()
+
+
+async def test_an_async_client_has_one_loop_at_a_time(service: Service) -> None:
+    async with AsyncClient(service.url) as client:
+        await client.models()
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, client.models())
+
+
+def test_an_async_client_outlives_its_loop(service: Service) -> None:
+    """In a process of its own, which ends with the connections of the first loop open."""
+    program = (
+        "import asyncio, widebeam\n"
+        f"client = widebeam.AsyncClient({service.url!r})\n"
+        "for _ in range(2): print(asyncio.run(client.health()).status)\n"
+    )
+    assert run(program).stdout.split() == ["ready", "ready"]
 
 
 def test_the_twins_have_the_same_methods() -> None:
@@ -177,196 +284,37 @@ def test_closing_twice_is_fine(service: Service) -> None:
         client.health()
 
 
-# Retries
+def test_closing_from_another_thread_ends_a_call(service: Service) -> None:
+    client = Client(service.url)
+    caught: list[BaseException] = []
 
-
-class Peer:
-    """Answers with a script: (status, headers) for each request in turn, then 200."""
-
-    def __init__(self) -> None:
-        self.script: list[tuple[int, dict[str, str]]] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[Any] = []
-        self.url = ""
-
-    async def answer(self, request: web.Request) -> web.Response:
-        self.bodies.append(await request.json())
-        self.headers.append(request.headers)
-        status, headers = self.script.pop(0) if self.script else (200, {})
-        return web.json_response({"text": "ok"}, status=status, headers=headers)
-
-
-@asynccontextmanager
-async def listening(answer: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
-    """URL of a server whose /generate is the given handler."""
-    app = web.Application()
-    app.router.add_post("/generate", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
-
-
-@pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
-    peer = Peer()
-    async with listening(peer.answer) as peer.url:
-        yield peer
-
-
-@pytest.mark.parametrize("status", [408, 429, 502, 503, 504])
-async def test_passing_troubles_are_retried(peer: Peer, status: int) -> None:
-    peer.script = [(status, {}), (status, {})]
-    async with AsyncClient(peer.url, api_key="k-1") as client:
-        assert await client.generate("a") == {"text": "ok"}
-    assert len(peer.bodies) == 3
-    assert {headers["Authorization"] for headers in peer.headers} == {"Bearer k-1"}
-    remaining = [body["timeout_ms"] for body in peer.bodies]
-    assert remaining == sorted(remaining, reverse=True) and 0 < remaining[-1] < remaining[0] <= 30_000
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [(400, errors.InvalidRequest), (401, errors.Unauthorized), (404, errors.NotFound), (500, errors.RequestError)],
-)
-async def test_other_errors_are_not_retried(peer: Peer, status: int, kind: type[errors.RequestError]) -> None:
-    peer.script = [(status, {})]
-    async with AsyncClient(peer.url) as client:
-        with pytest.raises(kind) as caught:
-            await client.generate("a")
-    assert type(caught.value) is kind and caught.value.status == status
-    assert len(peer.bodies) == 1
-
-
-async def test_retries_end(peer: Peer) -> None:
-    peer.script = [(503, {})] * 9
-    async with AsyncClient(peer.url, max_retries=2) as client:
-        with pytest.raises(errors.NotReady) as caught:
-            await client.generate("a")
-    assert caught.value.status == 503
-    assert len(peer.bodies) == 3
-
-
-async def test_retry_after_is_honoured_within_the_deadline(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    real_sleep = asyncio.sleep
-
-    async def quick(seconds: float) -> None:
-        pauses.append(seconds)
-        await real_sleep(0)
-
-    monkeypatch.setattr("widebeam.client.asyncio.sleep", quick)
-    async with AsyncClient(peer.url, timeout=60) as client:
-        peer.script = [(429, {"Retry-After": "7"})]
-        assert await client.generate("a") == {"text": "ok"}
-        assert 7.0 <= pauses[0] <= 7.1
-        peer.script = [(429, {"Retry-After": "7"})]
-        with pytest.raises(errors.Overloaded) as caught:  # there is no time left for a pause of 7 s
-            await client.generate("a", timeout=5)
-    assert caught.value.retry_after_s == 7.0
-    assert len(peer.bodies) == 3
-
-
-async def test_the_retry_budget_protects_a_server_that_is_down(peer: Peer) -> None:
-    peer.script = [(502, {})] * 1000
-    async with AsyncClient(peer.url, max_retries=1) as client:
-        for _ in range(40):
-            with pytest.raises(errors.RequestError):
-                await client.generate("a")
-    assert 40 < len(peer.bodies) <= 40 + 10 + 4 + 1  # ten in advance, then one for ten calls
-
-
-async def test_a_dead_address_is_unreachable_after_its_retries() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
-        async with AsyncClient(f"http://127.0.0.1:{taken.getsockname()[1]}", max_retries=1) as client:
-            with pytest.raises(ServerUnreachable):
-                await client.models()
-            with pytest.raises(ServerUnreachable):
-                await client.health()
-
-
-async def test_an_answer_cut_off_in_the_middle_is_not_repeated() -> None:
-    connections = 0
-
-    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(cut, "127.0.0.1", 0)
-    async with server, AsyncClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
-        with pytest.raises(ServerUnreachable) as caught:
-            await client.models()
-    assert caught.value.retryable is False
-    assert connections == 1
-
-
-async def test_an_answer_of_ten_megabytes_on_one_line() -> None:
-    long = "x" * 10_000_000
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.json_response({"text": long})
-
-    async with listening(answer) as url, AsyncClient(url) as client:
-        assert (await client.generate("a"))["text"] == long
-
-
-# The loop thread
-
-
-def test_loop_thread_returns_raises_and_closes() -> None:
-    thread = LoopThread()
-
-    async def fail() -> None:
-        raise KeyError("inner")
-
-    assert thread.run(asyncio.sleep(0, "value")) == "value"
-    with pytest.raises(KeyError, match="inner"):
-        thread.run(fail())
-    thread.close()
-    thread.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        thread.run(asyncio.sleep(0))
-
-
-def test_loop_thread_refuses_to_wait_for_itself() -> None:
-    thread = LoopThread()
-
-    async def inner() -> None:
-        thread.run(asyncio.sleep(0))
-
-    with pytest.raises(RuntimeError, match="itself"):
-        thread.run(inner())
-    thread.close()
-
-
-def test_closing_a_loop_thread_cancels_what_runs() -> None:
-    thread = LoopThread()
-    outcome: list[str] = []
-
-    async def wait() -> None:
+    def call() -> None:
         try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            outcome.append("cancelled")
-            raise
+            client.recommend(input_ids=[7])
+        except errors.ServerUnreachable as error:
+            caught.append(error)
 
-    async def start() -> asyncio.Task[None]:
-        task = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        return task
+    thread = threading.Thread(target=call)
+    with service.held():
+        thread.start()
+        wait_until(lambda: service.engine.stats().requests_in_flight == 1)
+        client.close()
+        thread.join(10)
+    assert len(caught) == 1
+    wait_until(lambda: service.engine.stats().requests_in_flight == 0)
 
-    thread.run(start())
-    thread.close()
-    assert outcome == ["cancelled"]
 
-
-# Weight
+def test_a_client_that_nobody_closed_leaves_no_thread_and_no_noise(service: Service) -> None:
+    program = (
+        "import gc, threading, widebeam\n"
+        f"first, last = widebeam.Client({service.url!r}), widebeam.Client({service.url!r})\n"
+        "print(first.health().status, last.health().status)\n"
+        "del first; gc.collect()\n"
+        "print([thread.name for thread in threading.enumerate()])\n"
+    )
+    done = run(program)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["ready ready", "['MainThread', 'widebeam-client']"]
 
 
 def test_client_and_http_need_no_torch() -> None:
@@ -381,6 +329,4 @@ def test_client_and_http_need_no_torch() -> None:
         "import widebeam; widebeam.Client, widebeam.AsyncClient, widebeam.EngineConfig\n"
         "print(json.dumps(len(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) > 0
+    assert json.loads(run(program).stdout) > 0

@@ -1,0 +1,81 @@
+"""Servers that fail on purpose: one that answers by a script, and one that mistreats its connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+
+class Peer:
+    """Answers with a script: (status, headers, body) for each request in turn, then 200."""
+
+    def __init__(self) -> None:
+        self.script: list[tuple[int, dict[str, str], Any]] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.connections: set[Any] = set()
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        self.headers.append(request.headers)
+        self.connections.add(request.transport)
+        status, headers, body = self.script.pop(0) if self.script else (200, {}, {"text": "ok"})
+        return web.json_response(body, status=status, headers=headers)
+
+
+@asynccontextmanager
+async def listening(answer: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    """URL of a server whose /generate is the given handler."""
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+Reaction = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def reset(writer: asyncio.StreamWriter) -> None:
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def after(text: bytes, then: Reaction) -> Reaction:
+    async def react(writer: asyncio.StreamWriter) -> None:
+        writer.write(text)
+        await writer.drain()
+        await then(writer)
+
+    return react
+
+
+GOOD = after(b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"text":"ok"}', close)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"
+
+
+@asynccontextmanager
+async def reacting(*reactions: Reaction) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """URL of a server that treats its connections in these ways, one after another; and the requests it gets."""
+    requests: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await reader.readuntil(b"\r\n\r\n"))
+        await reactions[len(requests) - 1](writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", requests
