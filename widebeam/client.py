@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from widebeam.blocking import LoopThread
 from widebeam.config import API_KEY_VARIABLE
+from widebeam.constraints.filter_spec import Filters
 from widebeam.engine.request import Normalizer
 from widebeam.errors import InvalidRequest
 from widebeam.http.openai import ChatResponse, CompletionResponse
@@ -81,13 +82,16 @@ class AsyncClient:
         length_penalty: float | None = None,
         fields: Sequence[str] = (),
         unknown_items: Literal["ignore", "refuse"] = "ignore",
+        filters: Filters | dict[str, Any] | None = None,
+        exclude_history: bool = False,
         priority: int | None = None,
         request_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
     ) -> RecommendResponse:
         """The n best items after a history of item ids (oldest first), or after a prompt in one of its other forms.
 
-        `fields` names metadata columns to return; `timeout` (seconds) replaces the client's for this call.
+        `filters` says which items may come back; `fields` names metadata columns to return; `timeout` (seconds)
+        replaces the client's for this call.
         """
         body = {
             "history": history,
@@ -102,6 +106,8 @@ class AsyncClient:
             "length_penalty": length_penalty,
             "fields": fields,
             "unknown_items": unknown_items,
+            "filters": filters,
+            "exclude_history": exclude_history,
             "priority": priority,
             "request_id": request_id,
         }

@@ -48,8 +48,8 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     device = torch.device("cpu")
     state = BeamState(4096, 16, 16, 1, vocab_size, torch.float32, device)
     core = Core(model, None, None, state, None, None)  # type: ignore[arg-type]
-    data = wave_data(wave, vocab_size, device)
-    trie = DeviceTrie(catalog, model.head_VH) if catalog is not None else None
+    trie = DeviceTrie(catalog, model.head_VH, len(searches)) if catalog is not None else None
+    data = wave_data(wave, vocab_size, device, trie)
     state.start(data.num_requests, wave.requests)
     for level, shape in enumerate(wave.shapes):
         for row in range(shape.rows_in):

@@ -60,6 +60,21 @@ async def test_a_thread_that_dies_in_a_wave_answers_its_jobs(checkpoint: Path, e
             await engine.check_integrity()
 
 
+async def test_a_device_that_breaks_between_waves_ends_the_engine(checkpoint: Path) -> None:
+    async with Engine(str(checkpoint), **SMALL) as engine:
+
+        def broken(_: Any) -> None:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        with pytest.raises(torch.AcceleratorError):
+            await asyncio.wrap_future(engine._worker.call(broken))
+        async with asyncio.timeout(20):
+            await engine.died.wait()
+        assert engine.state == "dead"
+        with pytest.raises(EngineDead):
+            await engine.submit([5], SearchParams(max_new_tokens=2))
+
+
 async def test_stopping_ends_a_long_search_at_its_next_piece(checkpoint: Path) -> None:
     engine = Engine(str(checkpoint), **SMALL)
     await engine.start()
@@ -175,6 +190,35 @@ async def test_versions_count_up_and_old_ones_leave_the_device(checkpoint: Path,
             assert (await engine.submit([5], SearchParams(beam_width=2))).catalog_version == version
         gc.collect()
         assert len(engine._runtime._tries) == 1
+
+
+async def test_a_recommendation_keeps_to_one_version_of_its_catalog(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its history, its search and its items, although another version comes while its prompt is made."""
+    from tests import tiny
+
+    files = []
+    for seed in (1, 2):
+        (tmp_path / str(seed)).mkdir()
+        files.append(tiny.save_catalog(tmp_path / str(seed) / "items.jsonl", seed=seed))
+    wanted: dict[str, Any] = {"history": ["item-3", "item-17"], "n": 8}
+    async with Engine(str(checkpoint), catalog=str(files[0]), **SMALL) as engine:
+        before = await engine.recommend(**wanted)
+        render = engine._prompts.render_history
+
+        async def overtaken(*args: Any) -> Any:
+            prompt = await render(*args)
+            await engine.load_catalog(files[1])
+            return prompt
+
+        monkeypatch.setattr(engine._prompts, "render_history", overtaken)
+        meanwhile = await engine.recommend(**wanted)
+        monkeypatch.undo()
+        after = await engine.recommend(**wanted)
+    assert (meanwhile.result.catalog_version, after.result.catalog_version) == (1, 2)
+    assert meanwhile.items == before.items
+    assert [item.sid for item in after.items] != [item.sid for item in before.items]
 
 
 async def test_a_prompt_that_the_pool_can_never_hold(checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.engine.table_search import Table, run
 from tests.oracle import Found, Prefix, beam_search
 from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.filters import ItemMask
 from widebeam.engine import scoring
 from widebeam.engine.selection import compact
 from widebeam.engine.wave import Search, bound_widths, join_factor
@@ -35,13 +36,14 @@ def make_search(widths: tuple[int, ...], n: int, **fields: Any) -> Search:
     return Search(
         request_id="x",
         token_ids=np.zeros(1, dtype=np.int32),
-        widths=bound_widths(widths, catalog, fields.get("vocab", VOCAB)),
+        widths=bound_widths(widths, catalog, fields.get("vocab", VOCAB), fields.get("mask")),
         num_returned=n,
         catalog=catalog,
         normalizer=fields.get("normalizer", "vocab"),
         join=join_factor(catalog, greedy=fields.get("greedy", False), has_stops=bool(stops)),
         stop_token_ids=stops,
         length_penalty=fields.get("length_penalty", 1.0),
+        mask=fields.get("mask"),
     )
 
 
@@ -167,6 +169,44 @@ def test_waves_over_catalogs_of_mixed_depth(
         expected.append(answer.found)
     for mine, theirs in zip(run(tables, searches, catalog), expected, strict=True):
         assert_identical(mine, theirs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    items=catalogs,
+    depth=st.none() | st.integers(1, 4),
+    normalizer=st.sampled_from(["vocab", "level", "legal"]),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_filters_act_inside_the_search(
+    items: set[Prefix], depth: int | None, normalizer: Any, seed: int, data: st.DataObject
+) -> None:
+    """In waves in which each search has a filter of its own, shares one, or has none; over SIDs of one length too. The
+    answer is the plain search over the allowed items, at the scores that they have without a filter."""
+    if depth is not None:
+        items = {(*item, *([0] * 4))[:depth] for item in items}
+    catalog = make_catalog(items)
+    spelt = [tuple(catalog.token_ids(row)) for row in range(catalog.num_items)]
+    chosen = data.draw(st.lists(st.sets(st.integers(0, len(spelt) - 1), min_size=1), min_size=1, max_size=3))
+    masks = [ItemMask.of_rows(np.array(sorted(rows)), len(spelt)) for rows in chosen]
+    plans = [*range(len(masks)), None, 0]
+    tables = [Table(VOCAB, seed + b) for b in range(len(plans))]
+    widths = data.draw(st.tuples(*[st.integers(1, 9)] * catalog.depth))
+    searches, expected = [], []
+    for table, plan in zip(tables, plans, strict=True):
+        mask = None if plan is None else masks[plan]
+        search = make_search(widths, widths[-1], catalog=catalog, normalizer=normalizer, mask=mask)
+        searches.append(search)
+        allowed = items if plan is None else {spelt[row] for row in chosen[plan]}
+        expected.append(
+            beam_search(
+                catalog_logprobs(table, items, normalizer), range(VOCAB), widths, widths[-1], items=allowed,
+                final_score=final_score(1.0), zero=np.float32(0.0),  # type: ignore[arg-type]
+            ).found
+        )  # fmt: skip
+    for returned, wanted in zip(run(tables, searches, catalog), expected, strict=True):
+        assert_identical(returned, wanted)
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,6 +15,8 @@ import pyarrow.compute as pc
 
 from widebeam.constraints import formats
 from widebeam.constraints.codebooks import Codebook, Vocabulary, encode_sids, sid_form
+from widebeam.constraints.filter_spec import Predicate
+from widebeam.constraints.filters import MaskCache, check_named
 from widebeam.constraints.header import Header, HeaderMismatch, SidForm, base_name
 from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.item_ids import ItemIds
@@ -48,6 +50,8 @@ class Catalog:
     """int64 [items]; row -> file row."""
     _rank: np.ndarray = field(repr=False)
     """int32 [items]; file row -> row."""
+    masks: MaskCache = field(init=False, repr=False, default_factory=MaskCache)
+    """Of items that meet conditions. Every version has its own."""
 
     @classmethod
     def load(
@@ -76,6 +80,9 @@ class Catalog:
             problems.check()
             _check_columns(header, rows.metadata.fields)
             first = _declared_order(header, rows.metadata)
+            check_named(header.filters, rows.metadata)
+        except InvalidRequest as error:
+            raise CatalogError(f"{place}: {error.param}: {error}") from None
         except HeaderMismatch as error:
             raise CatalogError(f"{place or path.name}: {error}") from None
         index, order = CatalogIndex.build(codes if first is None else codes[first])
@@ -136,6 +143,11 @@ class Catalog:
         file_row = self._ids.find(item_id)
         return None if file_row is None else int(self._rank[file_row])
 
+    def rows_of(self, item_ids: Sequence[str | int]) -> np.ndarray:
+        """int32 [ids]; the row of each item, -1 for those that the catalog does not have."""
+        file_rows = self._ids.find_many(item_ids)
+        return np.where(file_rows < 0, np.int32(-1), self._rank[file_rows])
+
     def item_id(self, row: int) -> int | str:
         """The id of an item, of the type that the file gives it."""
         return self._ids[int(self._order[row])]
@@ -160,7 +172,27 @@ class Catalog:
         """Values of metadata columns, None where an item has none."""
         return self._metadata.get(int(self._order[row]), fields) if fields else {}
 
-    def check_fields(self, fields: Sequence[str]) -> None:
+    def column(self, field: str) -> pa.ChunkedArray:
+        """One metadata column, by file row. Raises pa.ArrowInvalid when its values are of mixed types."""
+        return self._metadata.column(field)
+
+    def by_row(self, values: np.ndarray) -> np.ndarray:
+        """Values by file row, by row."""
+        return values.take(self._order)
+
+    def named_filter(self, name: str, param: str) -> tuple[Predicate, ...]:
+        """What the header declares under a name. Raises InvalidRequest; `param` is where the request names it."""
+        declared = self.header.filters
+        if name not in declared:
+            known = ", ".join(declared) or "none"
+            raise InvalidRequest(
+                f"catalog {self.name!r} has no filter {name!r}{_hint(name, declared)}; it has: {known}",
+                code="unknown_filter",
+                param=param,
+            )
+        return declared[name]
+
+    def check_fields(self, fields: Sequence[str], param: str = "fields") -> None:
         """Raise InvalidRequest for a metadata column that the catalog does not have."""
         for name in fields:
             if name not in self.fields:
@@ -168,7 +200,7 @@ class Catalog:
                 raise InvalidRequest(
                     f"catalog {self.name!r} has no metadata column {name!r}{_hint(name, self.fields)}; it has: {known}",
                     code="unknown_field",
-                    param="fields",
+                    param=param,
                 )
 
     def _path(self, row: int) -> list[int]:
@@ -227,6 +259,8 @@ def _check_columns(header: Header, columns: tuple[str, ...]) -> None:
     named = [("order.column", header.order.column)] if header.order is not None else []
     if header.template is not None:
         named += [("template.item", column) for column in header.template.columns]
+    for name, predicates in header.filters.items():
+        named += [(f"filters.{name}[{number}].column", one.column) for number, one in enumerate(predicates)]
     for place, column in named:
         if column not in columns:
             known = ", ".join(columns) or "none"
@@ -241,7 +275,7 @@ def _declared_order(header: Header, metadata: Metadata) -> np.ndarray | None:
     try:
         column = metadata.column(header.order.column)
         order = pc.array_sort_indices(column, order=direction, null_placement="at_end")
-    except (pa.ArrowException, OverflowError) as error:
+    except pa.ArrowException as error:
         raise HeaderMismatch(f"order.column: cannot sort by {header.order.column!r}: {error}") from None
     return order.to_numpy().astype(np.int64)
 

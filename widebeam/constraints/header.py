@@ -1,4 +1,4 @@
-"""The small header of a catalog file: what its SIDs mean, the order within one SID, the history template."""
+"""The small header of a catalog file: what its SIDs mean, the order within one SID, history template, named filters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from widebeam.constraints.filter_spec import MAX_PREDICATES, FilterName, Predicates
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.errors import CatalogError
 
@@ -62,7 +63,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One entry for each level. With SIDs given as codes it maps them to tokens; otherwise it declares codebooks."""
     order: Order | None = None
     """None: the file's order."""
+    max_items_per_sid: Annotated[int, Meta(ge=1)] | None = None
+    """Most items of one SID that are returned, the first in that order; None: all of them."""
     template: HistoryTemplate | None = None
+    filters: Annotated[dict[FilterName, Predicates], Meta(max_length=MAX_PREDICATES)] = {}
+    """Filters that requests name; an item passes one that meets all its predicates."""
 
     def __post_init__(self) -> None:
         if self.sid == "codes" and self.levels is None:

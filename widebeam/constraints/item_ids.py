@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +14,8 @@ INT64 = range(-(2**63), 2**63)
 class ItemIds:
     """Ids by row. Integers are one int64 array; anything else is text, with a mark on those declared as integers."""
 
-    def __init__(self, values: np.ndarray | pa.ChunkedArray, is_int: np.ndarray | None = None) -> None:
-        self._values = values
+    def __init__(self, values: np.ndarray | pa.LargeStringArray, is_int: np.ndarray | None = None) -> None:
+        self._values = values  # text in one piece: Arrow would put chunks together at every look-up of many rows
         self._is_int = is_int
 
     @classmethod
@@ -23,18 +23,18 @@ class ItemIds:
         is_int = np.fromiter((type(value) is int for value in values), bool, len(values))
         if is_int.all() and all(value in INT64 for value in values):
             return cls(np.array(values, np.int64))
-        text = pa.chunked_array([pa.array(map(str, values), pa.large_string(), size=len(values))])
+        text = pa.array(map(str, values), pa.large_string(), size=len(values))
         return cls(text, is_int if is_int.any() else None)
 
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray) -> ItemIds:
         """From a column of integers or strings without nulls."""
         if not pa.types.is_integer(column.type):
-            return cls(column.cast(pa.large_string()))
+            return cls(column.cast(pa.large_string()).combine_chunks())
         try:
             return cls(column.cast(pa.int64()).to_numpy())
         except pa.ArrowInvalid:  # unsigned ids above 2**63
-            return cls(column.cast(pa.large_string()), np.ones(len(column), bool))
+            return cls(column.cast(pa.large_string()).combine_chunks(), np.ones(len(column), bool))
 
     def __len__(self) -> int:
         return len(self._values)
@@ -63,6 +63,24 @@ class ItemIds:
             at += 1
         return None
 
+    def find_many(self, item_ids: Sequence[int | str]) -> np.ndarray:
+        """int32 [ids]; the row of each as `find` has it, -1 for None."""
+        keys, rows = self._sorted
+        found = np.full(len(item_ids), -1, np.int32)
+        wanted, asked = self._keys_of(item_ids)
+        by_key = np.argsort(wanted, kind="stable")  # neighbouring searches read the same memory
+        wanted, asked = wanted[by_key], asked[by_key]
+        at = np.searchsorted(keys, wanted)
+        while True:  # once, and again for texts whose hash another has too
+            inside = at < keys.size
+            inside[inside] = keys[at[inside]] == wanted[inside]
+            at, wanted, asked = at[inside], wanted[inside], asked[inside]
+            if not at.size:
+                return found
+            same = self._spelled(rows[at], [item_ids[place] for place in asked.tolist()])
+            found[asked[same]] = rows[at[same]]
+            at, wanted, asked = at[~same] + 1, wanted[~same], asked[~same]
+
     def duplicates(self) -> list[tuple[int, int]]:
         """(row, first row with the same id) for every row whose id was there before, by row."""
         keys, rows = self._sorted
@@ -86,11 +104,26 @@ class ItemIds:
         order = np.argsort(keys, kind="stable")
         return keys[order], order.astype(np.int32)
 
+    def _keys_of(self, item_ids: Sequence[int | str]) -> tuple[np.ndarray, np.ndarray]:
+        """Keys of those ids that can have one, and their places."""
+        if not isinstance(self._values, np.ndarray):
+            return np.fromiter(map(hash, map(str, item_ids)), np.int64, len(item_ids)), np.arange(len(item_ids))
+        numbers = [_canonical_int(item_id) for item_id in item_ids]
+        places = [place for place, number in enumerate(numbers) if number is not None]
+        return np.array([numbers[place] for place in places], np.int64), np.array(places, np.int64)
+
+    def _spelled(self, rows: np.ndarray, item_ids: list[int | str]) -> np.ndarray:
+        """bool; whether each row, which has the id's key, has the id."""
+        if isinstance(self._values, np.ndarray):
+            return np.ones(rows.size, bool)
+        texts = self._values.take(pa.array(rows)).to_pylist()
+        return np.array([text == str(item_id) for text, item_id in zip(texts, item_ids, strict=True)], bool)
+
     def _text(self, row: int) -> str:
         return str(self._values[int(row)].as_py())
 
 
-def _hashes(column: pa.ChunkedArray, batch: int = 1 << 16) -> Iterator[int]:
+def _hashes(column: pa.LargeStringArray, batch: int = 1 << 16) -> Iterator[int]:
     for start in range(0, len(column), batch):
         yield from map(hash, column.slice(start, batch).to_pylist())
 

@@ -28,7 +28,7 @@ class Metadata(Protocol):
         """Values of one row; None where the row has none."""
 
     def column(self, field: str) -> pa.ChunkedArray:
-        """One column of all rows. Raises pa.ArrowInvalid or pa.ArrowTypeError when its values are of mixed types."""
+        """One column of all rows. Raises pa.ArrowInvalid when its values are of mixed types."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +102,7 @@ class JsonObjects:
         self._starts = starts
         self._ends = ends
         self._decode = msgspec.json.Decoder(dict).decode
+        self._columns: dict[str, pa.ChunkedArray | str] = {}
         self.fields = tuple(field for field in fields if field not in RESERVED)
 
     @classmethod
@@ -117,4 +118,18 @@ class JsonObjects:
         return {field: decoded.get(field) for field in fields}
 
     def column(self, field: str) -> pa.ChunkedArray:
-        return pa.chunked_array([pa.array([self.get(row, [field])[field] for row in range(len(self._starts))])])
+        """Made once, as that decodes all objects; so is the reason why it cannot be."""
+        column = self._columns.get(field)
+        if column is None:
+            column = self._columns[field] = self._collect(field)
+        if isinstance(column, str):
+            raise pa.ArrowInvalid(column)
+        return column
+
+    def _collect(self, field: str) -> pa.ChunkedArray | str:
+        places = zip(self._starts.tolist(), self._ends.tolist(), strict=True)
+        try:
+            array = pa.array([self._decode(self._text[start:end]).get(field) for start, end in places])
+        except (pa.ArrowException, OverflowError) as error:
+            return str(error)
+        return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])

@@ -90,10 +90,14 @@ class TrieLevel(NamedTuple):
 
 
 class DeviceTrie:
-    """Flat arrays of one catalog version (see constraints/index.py), and the head rows of each level's codebook."""
+    """Flat arrays of one catalog version (see constraints/index.py), the head rows of each level's codebook, and room
+    for the masks of one wave at a time."""
 
-    def __init__(self, catalog: Catalog, head_VH: Tensor) -> None:
+    def __init__(self, catalog: Catalog, head_VH: Tensor, max_masks: int = 1) -> None:
         index, device = catalog.index, head_VH.device
+        words = -(-index.num_items // 64)
+        self.words_FW = torch.zeros(max_masks, words, dtype=torch.int64, device=device)
+        self.before_FW = torch.zeros(max_masks, words + 1, dtype=torch.int32, device=device)
 
         def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -115,3 +119,9 @@ class DeviceTrie:
     def nodes(self) -> list[Tensor]:
         """The arrays that all levels share."""
         return [self.first_child, self.code, self.terminal, self.item_lo, self.item_hi, self.item_own]
+
+    def masks(self, mask_B1: Tensor, words_FW: Tensor, before_FW: Tensor) -> Masks:
+        """Put a wave's masks in their room."""
+        self.words_FW[: len(words_FW)].copy_(words_FW)
+        self.before_FW[: len(before_FW)].copy_(before_FW)
+        return Masks(mask_B1, self.words_FW, self.before_FW)

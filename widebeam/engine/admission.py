@@ -16,6 +16,7 @@ import numpy as np
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.filters import ItemMask
 from widebeam.engine.budgets import budget_limits, demand, flag
 from widebeam.engine.request import Normalizer, Sampling, SearchParams
 from widebeam.engine.scheduler import WaveLimits
@@ -59,9 +60,16 @@ def make_params(fields: dict[str, Any]) -> SearchParams:
 
 
 def admit(
-    token_ids: Seq[int] | np.ndarray, params: SearchParams, catalog: Catalog | None, limits: Limits
+    token_ids: Seq[int] | np.ndarray,
+    params: SearchParams,
+    catalog: Catalog | None,
+    limits: Limits,
+    mask: ItemMask | None = None,
 ) -> tuple[Search, list[str]]:
-    """The search that answers the request, and warnings about what has no effect. Raises InvalidRequest."""
+    """The search that answers the request, and warnings about what has no effect. Raises InvalidRequest.
+
+    `mask`: the items that its filters allow, at least one.
+    """
     tokens = check_tokens(token_ids, limits.vocab_size)
     levels = _levels(params, catalog, limits)
     sampling = _sampling(params, levels, catalog, limits)
@@ -81,7 +89,7 @@ def admit(
     search = Search(
         request_id=params.request_id or uuid.uuid4().hex,
         token_ids=tokens,
-        widths=widths if sampling else bound_widths(widths, catalog, limits.vocab_size - len(special)),
+        widths=widths if sampling else bound_widths(widths, catalog, limits.vocab_size - len(special), mask),
         num_returned=params.n,
         catalog=catalog,
         normalizer=_normalizer(params, catalog),
@@ -90,6 +98,7 @@ def admit(
         length_penalty=params.length_penalty,
         sampling=sampling,
         special_token_ids=special,
+        mask=mask,
         top_logprobs=params.top_logprobs,
         return_beam_details=params.return_beam_details,
     )

@@ -125,6 +125,8 @@ def _keep_in_place(core: Core) -> None:
 
 
 def keep_trie_in_place(trie: DeviceTrie) -> None:
-    """The same for a catalog version's nodes. Its heads and codebooks, which differ by level, are copied."""
-    for array in trie.nodes:
+    """The same for a catalog version's nodes and masks. Its heads and codebooks, which differ by level, are copied."""
+    for room in (trie.words_FW, trie.before_FW):
+        torch._dynamo.mark_static(room)
+    for array in [*trie.nodes, trie.words_FW, trie.before_FW]:
         torch._dynamo.mark_static_address(array, guard=False)

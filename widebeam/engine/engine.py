@@ -19,12 +19,14 @@ import msgspec
 
 from widebeam.config import EngineConfig, convert
 from widebeam.constraints.catalog import Catalog, Catalogs
+from widebeam.constraints.filter_spec import Filters
+from widebeam.constraints.filters import ItemMask, allowed_items
 from widebeam.engine.admission import Limits, admit, make_params
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
 from widebeam.engine.prompts import Prompts
 from widebeam.engine.request import SearchParams, SearchResult
-from widebeam.engine.results import Recommendation, ranked_items
+from widebeam.engine.results import Recommendation, no_result, ranked_items
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
 from widebeam.engine.stats import OUTCOMES, EngineStats, engine_stats
@@ -175,12 +177,17 @@ class Engine(Blocking):
         `catalog`: the version to search, for a caller that has used it already; None: the current one by its name.
         """
         self._check_ready()
-        params = make_params(msgspec.to_builtins(params))  # the constructor of a struct checks nothing
-        search, warnings = admit(token_ids, params, catalog or self.catalogs.get(params.catalog), self._limits)
-        loop = asyncio.get_running_loop()
+        loop, now = asyncio.get_running_loop(), time.monotonic()
         if loop is not self._loop:
             raise RuntimeError("submit must run on the event loop that started the engine")
-        now = time.monotonic()
+        filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
+        params = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
+        catalog = catalog or self.catalogs.get(params.catalog)
+        mask, warnings = await self._mask(catalog, filters)
+        search, more = admit(token_ids, params, catalog, self._limits, mask)
+        warnings += more
+        if mask is not None and not mask.num_allowed:
+            return no_result(search, warnings)
         self._budgets.take(search, now)
         timeout = params.timeout_ms / 1e3 if params.timeout_ms else None
         job = Job(search, now, now + timeout if timeout else None, warnings, priority=params.priority)
@@ -203,6 +210,14 @@ class Engine(Blocking):
             job.cancelled = True
             del self._waiting[job]
             self._budgets.give_back(search, time.monotonic())
+
+    async def _mask(self, catalog: Catalog | None, filters: Filters | None) -> tuple[ItemMask | None, list[str]]:
+        """The items that filters allow, found off the event loop, and warnings."""
+        if filters is None:
+            return None, []
+        if catalog is None:
+            raise InvalidRequest("filters need a catalog", param="filters")
+        return await asyncio.to_thread(allowed_items, catalog, filters)
 
     def abort(self, request_id: str | None) -> int:
         """End the searches of this id and those of its batch, `ID_0`, `ID_1`, ..; None: all. Returns how many.
@@ -229,11 +244,13 @@ class Engine(Blocking):
         n: int = 10,
         fields: Seq[str] = (),
         unknown_items: Literal["ignore", "refuse"] = "ignore",
+        exclude_history: bool = False,
         params: SearchParams | None = None,
     ) -> Recommendation:
         """Ranked items for a history of item ids, or for a prompt in one of three forms. Raises RequestError.
 
         `n` counts items; `params.n` is replaced by it. Without a width in `params` the beam is default_beam_width wide.
+        With `exclude_history` no item of the history comes back.
         """
         self._check_ready()
         params = params or SearchParams()
@@ -260,6 +277,8 @@ class Engine(Blocking):
             token_ids, used, unknown = made.token_ids, made.num_used, made.unknown
             if unknown and unknown_items == "refuse":
                 raise InvalidRequest(f"unknown items in history: {unknown[:5]}", code="unknown_item", param="history")
+            if exclude_history:
+                params = _denying(params, [item for item in history if item not in set(unknown)])
         elif prompt is not None:
             token_ids = await self.encode(prompt)
         elif messages is not None:
@@ -267,7 +286,7 @@ class Engine(Blocking):
         else:
             token_ids = list(input_ids or ())
         result = await self.submit(token_ids, msgspec.structs.replace(params, n=n), catalog=catalog)
-        items = ranked_items(catalog, result.sequences, n, fields)
+        items = ranked_items(catalog, result.sequences, n, fields, result.mask)
         if unknown:
             result.warnings.append(f"{len(unknown)} history items are not in the catalog: {unknown[:5]}")
         return Recommendation(items=items, result=result, unknown_items=unknown, num_history=used)
@@ -345,3 +364,9 @@ class Engine(Blocking):
             if not future.done():
                 future.set_exception(EngineDead("the GPU thread died"))
         self.died.set()
+
+
+def _denying(params: SearchParams, ids: list[int | str]) -> SearchParams:
+    """The same search without these items."""
+    filters = params.filters or Filters()
+    return msgspec.structs.replace(params, filters=msgspec.structs.replace(filters, deny=(*(filters.deny or ()), *ids)))

@@ -136,6 +136,7 @@ def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outco
                     timing_ms=timing,
                     warnings=list(job.warnings),
                     levels=levels,
+                    mask=search.mask,
                 ),
             )
         )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from widebeam.config import MAX_BEAM_WIDTH, MAX_LEVELS
+from widebeam.constraints.filter_spec import Filters
 from widebeam.policies import PolicySpec
+
+if TYPE_CHECKING:
+    from widebeam.constraints.filters import ItemMask
 
 Normalizer = Literal["vocab", "level", "legal"]
 FinishReason = Literal["stop", "length", "item"]
@@ -58,6 +62,8 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Beam width per level; None: `fixed` at `beam_width`."""
     catalog: str | None = None
     """Name of the catalog whose items are legal. None: the only one, if there is one. "none": any token."""
+    filters: Filters | None = None
+    """Which items of the catalog may be returned. Only beams that lead to one are kept, at unchanged scores."""
     normalizer: Normalizer | None = None
     """Over what a token's probability is normalised. None: `level` with a catalog, else `vocab`."""
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
@@ -137,6 +143,8 @@ class SearchResult(msgspec.Struct, kw_only=True):
     warnings: list[str] = msgspec.field(default_factory=list)
     levels: list[LevelBeams] | None = None
     """Beams by level, if asked for."""
+    mask: ItemMask | None = None
+    """Items that the filters allow; None: all."""
 
     @property
     def completion_tokens(self) -> int:

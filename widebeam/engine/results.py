@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from widebeam.engine.request import SearchResult, Sequence
+from widebeam.engine.request import SearchResult, Sequence, Timing
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
+    from widebeam.constraints.filters import ItemMask
+    from widebeam.engine.wave import Search
 
 
 class Item(msgspec.Struct, kw_only=True):
@@ -38,11 +41,36 @@ class Recommendation(msgspec.Struct, kw_only=True):
     """History items that reached the prompt."""
 
 
-def ranked_items(catalog: Catalog, sequences: Iterable[Sequence], n: int, fields: Seq[str]) -> list[Item]:
+def rows_of(catalog: Catalog, sequence: Sequence, mask: ItemMask | None) -> Iterable[int]:
+    """Rows of the items that a sequence spells and the mask allows, the first in the catalog's order up to its limit."""
+    rows = catalog.items_at(sequence.node)
+    allowed = rows if mask is None else (row for row in rows if mask.allows(row))
+    return itertools.islice(allowed, catalog.header.max_items_per_sid)
+
+
+def no_result(search: Search, warnings: list[str]) -> SearchResult:
+    """What is found where nothing may be."""
+    catalog = search.catalog
+    return SearchResult(
+        request_id=search.request_id,
+        sequences=[],
+        prompt_tokens=search.num_tokens,
+        normalizer=search.normalizer,
+        catalog=None if catalog is None else catalog.name,
+        catalog_version=None if catalog is None else catalog.version,
+        timing_ms=Timing(queue=0.0, prefill=0.0, decode=0.0, total=0.0),
+        warnings=warnings,
+        widths=search.widths,
+    )
+
+
+def ranked_items(
+    catalog: Catalog, sequences: Iterable[Sequence], n: int, fields: Seq[str], mask: ItemMask | None = None
+) -> list[Item]:
     """The first n items under the sequences' SIDs, best first; items of one SID in the catalog's declared order."""
     items: list[Item] = []
     for sequence in sequences:
-        for row in catalog.items_at(sequence.node):
+        for row in rows_of(catalog, sequence, mask):
             if len(items) == n:
                 return items
             items.append(

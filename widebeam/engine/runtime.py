@@ -135,7 +135,7 @@ class Runtime:
     def add_catalog(self, catalog: Catalog) -> None:
         """Put a catalog version on the device, where it stays for as long as somebody holds the catalog."""
         if catalog not in self._tries:
-            trie = DeviceTrie(catalog, self._model.head_VH)
+            trie = DeviceTrie(catalog, self._model.head_VH, self.config.max_wave_requests)
             if self._compiles:
                 keep_trie_in_place(trie)
             self._tries[catalog] = trie

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from widebeam.constraints.trie import DeviceTrie, Masks
+from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
 from widebeam.engine.sampling import draws_of, sample
@@ -53,7 +53,7 @@ def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, between: Betwee
     clock = Clock(device)
     clock.mark()
     launch_prompts(core, wave)  # first, so that the device is busy while the rest is prepared
-    data = wave_data(wave, core.model.config.vocab_size, device)
+    data = wave_data(wave, core.model.config.vocab_size, device, trie)
     trace = Trace(core, wave, data) if wave.top_logprobs or wave.return_beam_details else None
     select = selection(core, wave, data, trie, trace)
     core.state.start(data.num_requests, wave.requests)
@@ -169,7 +169,7 @@ def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
     return {"stop_B": request, "stop_token": token}
 
 
-def wave_data(wave: Wave, vocab_size: int, device: torch.device) -> WaveData:
+def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTrie | None = None) -> WaveData:
     """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them."""
     arrays = wave.arrays()
     special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
@@ -183,7 +183,7 @@ def wave_data(wave: Wave, vocab_size: int, device: torch.device) -> WaveData:
     return WaveData(
         stop_BV=stop_BV,
         special_S=staged["special_S"] if special else None,
-        masks=Masks(**{name: staged[name] for name in masks}) if masks else None,
+        masks=trie.masks(*(staged[name] for name in masks)) if trie is not None and masks else None,
         **{name: staged[name] for name in arrays},
     )
 

@@ -83,9 +83,13 @@ def join_factor(catalog: Catalog | None, *, greedy: bool, has_stops: bool) -> in
     return 2 if has_stops and not greedy else 1
 
 
-def bound_widths(widths: tuple[int, ...], catalog: Catalog | None, vocab_size: int) -> tuple[int, ...]:
-    """Rows that can be live after each level: never more than asked for, than SID prefixes exist, than parents have
-    children. Rows beyond that are dead for certain and would only cost time."""
+def bound_widths(
+    widths: tuple[int, ...], catalog: Catalog | None, vocab_size: int, mask: ItemMask | None = None
+) -> tuple[int, ...]:
+    """Rows that can be live after each level: never more than asked for, than SID prefixes exist, than items are
+    allowed, than parents have children. Rows beyond that are dead for certain and would only cost time."""
+    if mask is not None:
+        widths = tuple(min(width, mask.num_allowed) for width in widths)
     bounded: list[int] = []
     previous = 1
     for level, width in enumerate(widths):
@@ -126,17 +130,17 @@ class Wave:
         return self.stride * (self.num_levels - 1)
 
     def mask_arrays(self) -> dict[str, np.ndarray]:
-        """The fields of `trie.Masks`, each distinct mask once; empty if every request allows all items."""
-        distinct = list({id(search.mask): search.mask for search in self.searches if search.mask is not None}.values())
+        """Which of the wave's distinct masks each request has, and these masks; empty if all allow all items."""
+        distinct = {id(search.mask): search.mask for search in self.searches if search.mask is not None}
         if not distinct:
             return {}
-        number = {id(mask): place for place, mask in enumerate(distinct)}
-        of_request = [number.get(id(search.mask), -1) for search in self.searches]
-        filled = distinct + [distinct[0]] * ((1 << (len(distinct) - 1).bit_length()) - len(distinct))
+        number = {key: place for place, key in enumerate(distinct)}
+        mask_B1 = np.full(self.requests + 1, -1, dtype=np.int64)
+        mask_B1[: len(self.searches)] = [number.get(id(search.mask), -1) for search in self.searches]
         return {
-            "mask_B1": np.array(of_request + [-1] * (self.requests + 1 - len(of_request)), dtype=np.int64),
-            "words_FW": np.stack([mask.words.view(np.int64) for mask in filled]),
-            "before_FW": np.stack([mask.before for mask in filled]),
+            "mask_B1": mask_B1,
+            "words_FW": np.stack([mask.words.view(np.int64) for mask in distinct.values()]),
+            "before_FW": np.stack([mask.before for mask in distinct.values()]),
         }
 
     def rows(self, level: int) -> list[int]:

@@ -48,6 +48,8 @@ class Call:
             self.future.set_result(self.function(runtime))
         except Exception as error:
             self.future.set_exception(error)
+            if isinstance(error, torch.AcceleratorError):  # the device is broken for whatever comes after it
+                raise
 
     def fail(self, error: Exception) -> None:
         if self.future.set_running_or_notify_cancel():

@@ -150,6 +150,10 @@ async def _run(request: web.Request, engine: Engine, job: Job) -> list[GenerateR
     return answers
 
 
+NOTHING = {"type": "length", "length": 0}
+"""How an answer ends to which filters left nothing."""
+
+
 def _answers(
     job: Job, prompt_ids: list[int], result: SearchResult, texts: list[Text], spelling: Spelling
 ) -> list[GenerateResponse]:
@@ -166,7 +170,7 @@ def _answers(
 def _answer(
     job: Job, prompt_ids: list[int], result: SearchResult, beams: list[BeamResult], completion_tokens: int
 ) -> GenerateResponse:
-    best = beams[0]
+    best = beams[0] if beams else BeamResult(text="", output_ids=[], meta_info=BeamMeta(finish_reason=NOTHING))
     meta = RequestMeta(
         **msgspec.structs.asdict(best.meta_info),
         id=result.request_id,
@@ -180,7 +184,7 @@ def _answer(
     )
     first = BeamResult(text=best.text, output_ids=best.output_ids, meta_info=meta)
     if job.plan.beams:
-        meta = msgspec.structs.replace(meta, beam_results=[first, *beams[1:]])
+        meta = msgspec.structs.replace(meta, beam_results=[first, *beams[1:]] if beams else [])
     if result.levels is not None:
         meta = msgspec.structs.replace(meta, beam_details=result.levels)
     return GenerateResponse(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from widebeam.constraints.filter_spec import Filters
 from widebeam.engine.request import LevelBeams, Normalizer, TokenId
 from widebeam.http.body import Neutral, known_fields
 from widebeam.http.protocol import (
@@ -97,6 +98,7 @@ class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     return_beam_details: bool | None = None
     policy: PolicySpec | None = None
     catalog: Name | None = None
+    filters: Filters | None = None
     normalizer: Normalizer | None = None
     length_penalty: LengthPenalty | None = None
     timeout_ms: TimeoutMs | None = None

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from widebeam.config import MAX_BEAM_WIDTH
+from widebeam.constraints.filter_spec import Filters, ItemId
 from widebeam.engine.request import Normalizer, Timing, TokenId
 from widebeam.engine.results import Item
 from widebeam.policies import PolicySpec
@@ -19,7 +20,6 @@ MAX_TIMEOUT_MS = 3_600_000
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 RequestId = Annotated[str, Meta(pattern=r"\A[!-~]{1,128}\Z")]
 """1 to 128 visible ASCII characters, so that it can travel in a header and a log line."""
-ItemId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(max_length=512)]
 BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
@@ -53,6 +53,7 @@ class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     policy: PolicySpec | None = None
     catalog: Name | None = None
+    filters: Filters | None = None
     normalizer: Normalizer | None = None
     length_penalty: LengthPenalty | None = None
     """None: 1.0"""
@@ -77,6 +78,8 @@ class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     """Metadata columns to return with each item."""
     unknown_items: Literal["ignore", "refuse"] = "ignore"
     """What to do with history items that the catalog lacks: leave them out with a warning, or answer 400."""
+    exclude_history: bool = False
+    """Return no item of the history."""
     request_id: RequestId | None = None
 
 

@@ -44,6 +44,7 @@ async def recommend(request: web.Request) -> web.Response:
         n=body.n,
         fields=body.fields,
         unknown_items=body.unknown_items,
+        exclude_history=body.exclude_history,
         params=_params(body, request_id),
     )
     result = recommendation.result
@@ -79,6 +80,7 @@ def _params(body: RecommendRequest, request_id: str) -> SearchParams:
         beam_width=body.beam_width,
         policy=body.policy,
         catalog=body.catalog,
+        filters=body.filters,
         normalizer=body.normalizer,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         timeout_ms=body.timeout_ms,

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from widebeam.engine.request import SearchParams
+from widebeam.engine.results import rows_of
 from widebeam.errors import InvalidRequest
 from widebeam.http.keys import FACTS, METRICS
 from widebeam.http.protocol import SearchOptions, Usage
@@ -18,6 +19,7 @@ from widebeam.http.stop_strings import Stop, find_stop
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
+    from widebeam.constraints.filters import ItemMask
     from widebeam.engine.engine import Engine
     from widebeam.engine.request import SearchResult, Sequence
     from widebeam.model.tokenizer import Tokenizer
@@ -83,6 +85,7 @@ def plan_search(
         max_new_tokens=max_new_tokens,
         policy=options.policy,
         catalog=options.catalog,
+        filters=options.filters,
         normalizer=options.normalizer,
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
@@ -118,7 +121,7 @@ async def run_plan(
 
     def spell() -> tuple[SearchResult, T]:
         spelling = Spelling(engine.tokenizer, plan.fields)
-        texts = [_text(sequence, spelling, params, catalog) for sequence in result.sequences]
+        texts = [_text(sequence, spelling, params, catalog, result.mask) for sequence in result.sequences]
         shown = msgspec.structs.replace(
             result, sequences=[text.sequence for text in texts], warnings=plan.warnings + result.warnings
         )
@@ -167,9 +170,11 @@ class Spelling:
         return text[: stop.end if self._keeps_stop else stop.start], stop
 
 
-def _text(sequence: Sequence, spelling: Spelling, params: SearchParams, catalog: Catalog | None) -> Text:
+def _text(
+    sequence: Sequence, spelling: Spelling, params: SearchParams, catalog: Catalog | None, mask: ItemMask | None
+) -> Text:
     text, stop = spelling.spell(sequence)
-    items = None if catalog is None else [catalog.item_id(row) for row in catalog.items_at(sequence.node)]
+    items = None if catalog is None else [catalog.item_id(row) for row in rows_of(catalog, sequence, mask)]
     if stop is not None:
         return Text(_cut(sequence, stop.num_tokens, params.length_penalty), text, stop.string, items)
     matched = sequence.token_ids[-1] if sequence.finish_reason == "stop" else None
