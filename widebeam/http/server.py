@@ -62,7 +62,8 @@ class Server:
             await web.TCPSite(self._runner, host, port, backlog=_BACKLOG).start()
         except OSError as error:
             await self._runner.cleanup()
-            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror  # not the loop's long words
+            number = error.errno or 0
+            reason = os.strerror(number) if number > 0 else error.strerror  # the loop's own words are long
             raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from None
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._runner.addresses[0][1]}"

@@ -1,0 +1,216 @@
+"""`widebeam serve` as a process of its own: signals under load, and a GPU that hangs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.http.hostile import GOOD
+from tests.http.service import Answer, wait_until
+from widebeam.http.server import BROKEN
+
+ROOT = Path(__file__).resolve().parents[2]
+LEVELS = 120
+LONG = {
+    "input_ids": [5] * 20,
+    "catalog": "none",
+    "sampling_params": {"beam_width": 8, "n": 8, "max_new_tokens": LEVELS, "ignore_eos": True},
+}
+SERVE = ("-m", "widebeam", "serve")
+
+
+@dataclass
+class Process:
+    """A server, what it writes, and HTTP to it with a connection for each request."""
+
+    popen: subprocess.Popen[str]
+    log: Path
+    address: tuple[str, int] = ("127.0.0.1", 0)
+
+    def ready(self) -> Process:
+        """Wait until it says where it listens."""
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        assert line.startswith("ready on http://127.0.0.1:"), self.log.read_text()
+        self.address = ("127.0.0.1", int(line.rpartition(":")[2]))
+        return self
+
+    def call(self, method: str, path: str, body: Any = None) -> Answer | None:
+        """None: there was nobody to connect to. Everything else that is not a whole answer raises."""
+        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        try:
+            try:
+                connection.connect()
+            except ConnectionRefusedError:
+                return None
+            connection.request(method, path, json.dumps(body))
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any) -> Answer | None:
+        return self.call("POST", path, body)
+
+    def in_flight(self) -> int:
+        answer = self.call("GET", "/server_info")
+        assert answer is not None
+        return int(answer.json["internal_states"][0]["requests_in_flight"])
+
+
+@pytest.fixture
+def start(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Starts processes, and ends what is left of them."""
+    with ExitStack() as stack:
+
+        def begin(*flags: str, python: tuple[str, ...] = SERVE) -> Process:
+            log = tmp_path / f"log-{len(list(tmp_path.iterdir()))}"
+            command = [sys.executable, *python, str(checkpoint), "--catalog", str(catalog_file), "--device", "cpu"]
+            popen = subprocess.Popen(
+                [*command, *flags],
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context(log.open("w")),
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )
+            stack.enter_context(popen)
+            stack.callback(popen.kill)
+            return Process(popen, log)
+
+        yield begin
+
+
+@dataclass
+class Load:
+    """Clients that ask again and again, each request on a connection of its own."""
+
+    process: Process
+    answers: list[list[Answer | None]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self, clients: int) -> Iterator[Load]:
+        over = threading.Event()
+
+        def ask(answers: list[Answer | None]) -> None:
+            while not over.wait(0.005) and (not answers or answers[-1] is not None):
+                try:
+                    answers.append(self.process.post("/v1/recommend", GOOD))
+                except ConnectionResetError:  # connected as the socket was closed: nobody had accepted it
+                    answers.append(None)
+
+        self.answers = [[] for _ in range(clients)]
+        threads = [threading.Thread(target=ask, args=(answers,)) for answers in self.answers]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(60)
+
+    def check(self) -> None:
+        """Answered until told to go elsewhere, until there is nobody."""
+        for answers in self.answers:
+            kinds = [0 if answer is None else answer.status for answer in answers]
+            assert kinds == sorted(kinds, key=[200, 503, 0].index), kinds
+            assert kinds[0] == 200
+            for answer in answers:
+                if answer is not None and answer.status == 503:
+                    assert_refused(answer)
+
+
+def assert_refused(answer: Answer | None) -> None:
+    assert answer is not None and answer.status == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.headers["connection"] == "close"
+
+
+def is_draining(server: Process) -> bool:
+    answer = server.call("GET", "/ready")
+    assert answer is not None
+    return bool(answer.json["status"] == "draining")
+
+
+def test_sigterm_under_load_drains(start: Callable[..., Process]) -> None:
+    """What was accepted is answered, what comes later is refused, and the exit status is 0."""
+    server = start("--port", "0", "--max-wave-requests", "1").ready()
+    with ThreadPoolExecutor(4) as pool, Load(server).running(3) as load:
+        accepted = [pool.submit(server.post, "/generate", LONG) for _ in range(4)]
+        wait_until(lambda: server.in_flight() >= 4 and all(load.answers), 30)
+        server.popen.send_signal(signal.SIGTERM)
+        wait_until(lambda: is_draining(server))
+        assert_refused(server.post("/v1/recommend", GOOD))
+        for long in accepted:
+            answer = long.result(60)
+            assert answer is not None and answer.status == 200
+            beams = answer.json["meta_info"]["beam_results"]
+            assert [len(beam["output_ids"]) for beam in beams] == [LEVELS] * 8
+        assert server.popen.wait(30) == 0
+    load.check()
+    assert server.call("GET", "/health") is None
+
+
+def test_a_second_signal_stops_at_once(start: Callable[..., Process]) -> None:
+    """However long it may drain; who waits is told."""
+    server = start("--port", "0", "--drain-timeout-s", "600", "--max-wave-requests", "1").ready()
+    with ThreadPoolExecutor(20) as pool:
+        accepted = [pool.submit(server.post, "/generate", LONG) for _ in range(20)]
+        wait_until(lambda: server.in_flight() >= 15, 30)
+        server.popen.send_signal(signal.SIGINT)
+        wait_until(lambda: is_draining(server))
+        server.popen.send_signal(signal.SIGINT)
+        answers = [one.result(60) for one in accepted]
+        assert server.popen.wait(30) == 128 + signal.SIGINT
+    statuses = [answer.status for answer in answers if answer is not None]
+    assert len(statuses) == 20 and set(statuses) <= {200, 503} and statuses.count(503) >= 10
+
+
+HANGING = """
+import sys, threading
+from widebeam.cli import main
+from widebeam.engine import watchdog
+from widebeam.engine.runtime import Runtime
+
+launch = Runtime.launch
+
+def hanging(runtime, jobs, *rest):
+    if any(job.search.request_id == "poison" for job in jobs):
+        threading.Event().wait()
+    return launch(runtime, jobs, *rest)
+
+Runtime.launch = hanging
+watchdog.LAUNCH_FACTOR = 1
+main(["serve", *sys.argv[1:]])
+"""
+
+
+def test_a_gpu_that_hangs_for_ever_ends_the_process(start: Callable[..., Process]) -> None:
+    """Everybody is answered, the stacks say where it hangs, and the thread that hangs keeps nothing alive."""
+    server = start("--port", "0", "--hang-timeout-s", "1", python=("-c", HANGING)).ready()
+    answer = server.post("/v1/recommend", GOOD)
+    assert answer is not None and answer.status == 200
+    with ThreadPoolExecutor(8) as pool:
+        poisoned = pool.submit(server.post, "/v1/recommend", GOOD | {"request_id": "poison"})
+        wait_until(lambda: server.in_flight() == 1)
+        asked = [pool.submit(server.post, "/v1/recommend", GOOD) for _ in range(7)]
+        for one in (poisoned, *asked):
+            answer = one.result(30)
+            assert_refused(answer)
+            assert answer is not None and answer.json["error"]["code"] == "engine_dead"
+        assert server.popen.wait(30) == BROKEN
+    log = server.log.read_text()
+    assert "stacks follow" in log and "Thread 0x" in log and "in hanging" in log
