@@ -41,8 +41,12 @@ def beam_search(
     greedy: bool = False,
     final_score: Callable[[float, int], float] = lambda cum, length: cum / length,
     zero: float = 0.0,
+    stay: Callable[[list[float]], int] = len,
 ) -> Answer:
-    """`logprobs(prefix)[token]` for any prefix; `items` are the legal whole sequences; the rest as in SearchParams."""
+    """`logprobs(prefix)[token]` for any prefix; `items` are the legal whole sequences; the rest as in SearchParams.
+
+    `stay`: of a level's beams, given by their scores, so many of the best go on.
+    """
     live: list[tuple[Prefix, float]] = [((), zero)]
     finished: list[Found] = []
     margin = float("inf")
@@ -75,6 +79,7 @@ def beam_search(
             for place, (sequence, cum) in zip(places, survivors, strict=True):
                 ended.append((place, Found(sequence, cum, final_score(cum, len(sequence)), "length")))
             live = []
+        live = live[: stay([cum for _, cum in live])]
         finished += [one for _, one in sorted(ended, key=lambda pair: pair[0])]
     finished.sort(key=lambda one: -one.score)
     scores = [(-one.score,) for one in finished]

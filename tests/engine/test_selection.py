@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
 from widebeam.engine import scoring
 from widebeam.engine.selection import compact
-from widebeam.engine.wave import Search, bound_widths, join_factor
+from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
+from widebeam.policies import BeamPlan
 
 VOCAB = 12
 
@@ -36,14 +38,14 @@ def make_search(widths: tuple[int, ...], n: int, **fields: Any) -> Search:
     return Search(
         request_id="x",
         token_ids=np.zeros(1, dtype=np.int32),
-        widths=bound_widths(widths, catalog, fields.get("vocab", VOCAB), fields.get("mask")),
+        widths=bound_widths(widths, catalog, fields.get("vocab", VOCAB)),
         num_returned=n,
         catalog=catalog,
         normalizer=fields.get("normalizer", "vocab"),
         join=join_factor(catalog, greedy=fields.get("greedy", False), has_stops=bool(stops)),
         stop_token_ids=stops,
         length_penalty=fields.get("length_penalty", 1.0),
-        mask=fields.get("mask"),
+        plan=fields.get("plan"),
     )
 
 
@@ -195,9 +197,8 @@ def test_filters_act_inside_the_search(
     widths = data.draw(st.tuples(*[st.integers(1, 9)] * catalog.depth))
     searches, expected = [], []
     for table, plan in zip(tables, plans, strict=True):
-        mask = None if plan is None else masks[plan]
-        search = make_search(widths, widths[-1], catalog=catalog, normalizer=normalizer, mask=mask)
-        searches.append(search)
+        search = make_search(widths, widths[-1], catalog=catalog, normalizer=normalizer)
+        searches.append(search if plan is None else narrowed(search, masks[plan]))
         allowed = items if plan is None else {spelt[row] for row in chosen[plan]}
         expected.append(
             beam_search(
@@ -205,6 +206,58 @@ def test_filters_act_inside_the_search(
                 final_score=final_score(1.0), zero=np.float32(0.0),  # type: ignore[arg-type]
             ).found
         )  # fmt: skip
+    for returned, wanted in zip(run(tables, searches, catalog), expected, strict=True):
+        assert_identical(returned, wanted)
+
+
+def staying(plan: BeamPlan) -> Any:
+    """How many beams go on, written as the policies describe it."""
+
+    def stay(scores: list[float]) -> int:
+        if not scores:
+            return 0
+        weights = [math.exp(float(score) - float(scores[0])) for score in scores]
+        within = [float(scores[0]) - float(score) <= plan.margin for score in scores]
+        inside = [math.fsum(weights[:place]) < plan.mass * math.fsum(weights) for place in range(len(scores))]
+        good = [plan.mass == 1 or inside[place] for place in range(len(scores))]
+        return max(plan.floor, sum(a and b for a, b in zip(within, good, strict=True)))
+
+    return stay
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    plans=st.lists(
+        st.none()
+        | st.builds(BeamPlan, st.just(()), margin=st.sampled_from([0.0, 0.7, 2.3, 5.1]), floor=st.integers(1, 4))
+        | st.builds(BeamPlan, st.just(()), mass=st.sampled_from([0.05, 0.31, 0.77, 0.96]), floor=st.integers(1, 4)),
+        min_size=1,
+        max_size=4,
+    ),
+    kind=st.sampled_from(["plain", "stops", "catalog"]),
+    items=catalogs,
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_beams_that_policies_give_up(
+    plans: list[BeamPlan | None], kind: str, items: set[Prefix], seed: int, data: st.DataObject
+) -> None:
+    """Each request by its own policy, or none, in one wave."""
+    catalog = make_catalog(items) if kind == "catalog" else None
+    levels = catalog.depth if catalog is not None else data.draw(st.integers(2, 4))
+    stops = (1, 2) if kind == "stops" else ()
+    widths = data.draw(st.tuples(*[st.integers(2, 12)] * levels))
+    tables = [Table(VOCAB, seed + b) for b in range(len(plans))]
+    searches, expected = [], []
+    for table, plan in zip(tables, plans, strict=True):
+        given: dict[str, Any] = {"catalog": catalog, "stop_token_ids": stops}
+        searches.append(make_search(widths, widths[-1], plan=plan, **given))
+        answer = beam_search(
+            float32_logprobs(table), range(VOCAB), widths, widths[-1], items=items if catalog else None,
+            stops=frozenset(stops), final_score=final_score(1.0), zero=np.float32(0.0),  # type: ignore[arg-type]
+            stay=len if plan is None else staying(plan),
+        )  # fmt: skip
+        expected.append(answer.found)
     for returned, wanted in zip(run(tables, searches, catalog), expected, strict=True):
         assert_identical(returned, wanted)
 

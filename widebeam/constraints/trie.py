@@ -116,9 +116,9 @@ class DeviceTrie:
         return TrieLevel(*self.nodes, self.codebooks[level], self.heads[level])
 
     @property
-    def nodes(self) -> list[Tensor]:
+    def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The arrays that all levels share."""
-        return [self.first_child, self.code, self.terminal, self.item_lo, self.item_hi, self.item_own]
+        return (self.first_child, self.code, self.terminal, self.item_lo, self.item_hi, self.item_own)
 
     def masks(self, mask_B1: Tensor, words_FW: Tensor, before_FW: Tensor) -> Masks:
         """Put a wave's masks in their room."""

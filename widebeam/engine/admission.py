@@ -16,14 +16,13 @@ import numpy as np
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
-from widebeam.constraints.filters import ItemMask
 from widebeam.engine.budgets import budget_limits, demand, flag
 from widebeam.engine.request import Normalizer, Sampling, SearchParams
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import rung
 from widebeam.engine.wave import Search, bound_widths, join_factor
 from widebeam.errors import InvalidRequest
-from widebeam.policies import beam_widths
+from widebeam.policies import BeamPlan, beam_plan
 
 DEFAULT_NEW_TOKENS = 128
 """Levels of a search that names none and has no catalog: SGLang's default."""
@@ -64,16 +63,20 @@ def admit(
     params: SearchParams,
     catalog: Catalog | None,
     limits: Limits,
-    mask: ItemMask | None = None,
 ) -> tuple[Search, list[str]]:
-    """The search that answers the request, and warnings about what has no effect. Raises InvalidRequest.
-
-    `mask`: the items that its filters allow, at least one.
-    """
+    """The search that answers the request, filters left aside, and warnings about what has no effect. Raises
+    InvalidRequest."""
+    if len(token_ids) > limits.max_context_len:  # first: looking at a million tokens takes time
+        raise InvalidRequest(
+            f"the prompt has {len(token_ids)} tokens, but the context length is {limits.max_context_len}",
+            code="context_too_long",
+            param="input_ids",
+        )
     tokens = check_tokens(token_ids, limits.vocab_size)
     levels = _levels(params, catalog, limits)
     sampling = _sampling(params, levels, catalog, limits)
-    widths = _widths(params, levels, catalog, limits)
+    plan = _plan(params, levels, catalog, limits)
+    widths = plan.widths
     if params.n > widths[-1]:
         raise InvalidRequest(f"n is {params.n}, but the beam is only {widths[-1]} wide at its last level", param="n")
     if len(tokens) + levels > limits.max_context_len:
@@ -89,7 +92,7 @@ def admit(
     search = Search(
         request_id=params.request_id or uuid.uuid4().hex,
         token_ids=tokens,
-        widths=widths if sampling else bound_widths(widths, catalog, limits.vocab_size - len(special), mask),
+        widths=widths if sampling else bound_widths(widths, catalog, limits.vocab_size - len(special)),
         num_returned=params.n,
         catalog=catalog,
         normalizer=_normalizer(params, catalog),
@@ -98,7 +101,7 @@ def admit(
         length_penalty=params.length_penalty,
         sampling=sampling,
         special_token_ids=special,
-        mask=mask,
+        plan=plan if plan.prunes else None,
         top_logprobs=params.top_logprobs,
         return_beam_details=params.return_beam_details,
     )
@@ -145,13 +148,13 @@ def _levels(params: SearchParams, catalog: Catalog | None, limits: Limits) -> in
     return wanted or min(DEFAULT_NEW_TOKENS, limits.config.max_levels)
 
 
-def _widths(params: SearchParams, levels: int, catalog: Catalog | None, limits: Limits) -> tuple[int, ...]:
+def _plan(params: SearchParams, levels: int, catalog: Catalog | None, limits: Limits) -> BeamPlan:
     if params.sampling is not None:
-        widths, param = (params.n,) * levels, "n"
+        plan, param = BeamPlan((params.n,) * levels), "n"
     else:
-        widths = beam_widths(params.policy, levels, params.beam_width)
-        param = "beam_width" if params.policy is None else "policy.widths"
-    widest, limit = max(widths), limits.config.max_beam_width
+        plan = beam_plan(params.policy, levels, params.beam_width)
+        param = "beam_width" if params.policy is None or params.policy.widths is None else "policy.widths"
+    widest, limit = max(plan.widths), limits.config.max_beam_width
     if widest > limit:
         raise InvalidRequest(
             f"{param} asks for {widest} beams, over the limit of {limit} (--max-beam-width)",
@@ -164,7 +167,7 @@ def _widths(params: SearchParams, levels: int, catalog: Catalog | None, limits: 
             code="beam_too_wide",
             param=param,
         )
-    return widths
+    return plan
 
 
 def _normalizer(params: SearchParams, catalog: Catalog | None) -> Normalizer:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from widebeam.constraints.trie import TrieLevel
 from widebeam.engine.core import Core
+from widebeam.engine.pruning import prune
 from widebeam.engine.scoring import catalog_candidates, vocabulary_candidates
 from widebeam.engine.segment_top import segment_top
 from widebeam.engine.selection import Ranked, compact, count_before, exclusive_cumsum, group_of, rank
@@ -38,6 +39,8 @@ def advance(core: Core, wave: WaveData, trie: TrieLevel | None, shape: LevelShap
     note_broken(state, request_R, cum_R > -torch.inf, lse_R)
     ranked = rank(found, limit_B1, shape.ranked)
     keep_P, finish_P, reason_P = _decide(wave, trie, shape, ranked, last_B1, limit_B1, width_B1)
+    if wave.pruning is not None:
+        keep_P = prune(keep_P, ranked, wave.pruning)
     if shape.finishing:
         _finish(state, wave, shape, ranked, finish_P, reason_P)
     if shape.rows_out:

@@ -20,7 +20,7 @@ import msgspec
 from widebeam.config import EngineConfig, convert
 from widebeam.constraints.catalog import Catalog, Catalogs
 from widebeam.constraints.filter_spec import Filters
-from widebeam.constraints.filters import ItemMask, allowed_items
+from widebeam.constraints.filters import allowed_items
 from widebeam.engine.admission import Limits, admit, make_params
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
@@ -31,6 +31,7 @@ from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
 from widebeam.engine.stats import OUTCOMES, EngineStats, engine_stats
 from widebeam.engine.watchdog import Watchdog
+from widebeam.engine.wave import narrowed
 from widebeam.engine.worker import Worker
 from widebeam.errors import (
     Aborted,
@@ -183,20 +184,21 @@ class Engine(Blocking):
         filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
         params = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
         catalog = catalog or self.catalogs.get(params.catalog)
-        mask, warnings = await self._mask(catalog, filters)
-        search, more = admit(token_ids, params, catalog, self._limits, mask)
-        warnings += more
-        if mask is not None and not mask.num_allowed:
-            return no_result(search, warnings)
+        if filters is not None and catalog is None:
+            raise InvalidRequest("filters need a catalog", param="filters")
+        search, warnings = admit(token_ids, params, catalog, self._limits)
         self._budgets.take(search, now)
         timeout = params.timeout_ms / 1e3 if params.timeout_ms else None
         job = Job(search, now, now + timeout if timeout else None, warnings, priority=params.priority)
         future = self._waiting[job] = loop.create_future()
-        self._worker.submit(job)
         outcome = Cancelled.code
         try:
             async with asyncio.timeout(timeout):
-                result = await future
+                if filters is None or await self._narrow(job, filters):
+                    self._worker.submit(job)
+                    result = await future
+                else:
+                    result = no_result(search, warnings)
             outcome = "ok"
             return result
         except RequestError as error:
@@ -211,13 +213,14 @@ class Engine(Blocking):
             del self._waiting[job]
             self._budgets.give_back(search, time.monotonic())
 
-    async def _mask(self, catalog: Catalog | None, filters: Filters | None) -> tuple[ItemMask | None, list[str]]:
-        """The items that filters allow, found off the event loop, and warnings."""
-        if filters is None:
-            return None, []
-        if catalog is None:
-            raise InvalidRequest("filters need a catalog", param="filters")
-        return await asyncio.to_thread(allowed_items, catalog, filters)
+    async def _narrow(self, job: Job, filters: Filters) -> bool:
+        """Keep a search to the items that filters allow, which are found off the event loop; whether there are any."""
+        search = job.search
+        assert search.catalog is not None
+        mask, warnings = await asyncio.to_thread(allowed_items, search.catalog, filters)
+        job.warnings += warnings
+        job.search = narrowed(search, mask)
+        return mask.num_allowed > 0
 
     def abort(self, request_id: str | None) -> int:
         """End the searches of this id and those of its batch, `ID_0`, `ID_1`, ..; None: all. Returns how many.

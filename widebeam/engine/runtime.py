@@ -37,7 +37,7 @@ from widebeam.engine.shapes import request_rung
 from widebeam.engine.startup import choose_device, choose_dtype, make_backend
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
-from widebeam.errors import ConfigError
+from widebeam.errors import ConfigError, OutOfMemory
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.model.attention import Plans
@@ -135,7 +135,10 @@ class Runtime:
     def add_catalog(self, catalog: Catalog) -> None:
         """Put a catalog version on the device, where it stays for as long as somebody holds the catalog."""
         if catalog not in self._tries:
-            trie = DeviceTrie(catalog, self._model.head_VH, self.config.max_wave_requests)
+            try:
+                trie = DeviceTrie(catalog, self._model.head_VH, self.config.max_wave_requests)
+            except torch.OutOfMemoryError:
+                raise OutOfMemory(f"the GPU has no room for catalog {catalog.name!r} beside what it holds") from None
             if self._compiles:
                 keep_trie_in_place(trie)
             self._tries[catalog] = trie

@@ -18,6 +18,7 @@ import torch
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
+from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
 from widebeam.engine.shapes import token_rung
 from widebeam.engine.staging import HostCopy, to_device
@@ -173,8 +174,8 @@ def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTri
     """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them."""
     arrays = wave.arrays()
     special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
-    masks = wave.mask_arrays()
-    others = stop_arrays(wave) | {"special_S": np.array(special, dtype=np.int64)} | masks
+    masks, pruning = wave.mask_arrays(), wave.pruning_arrays()
+    others = stop_arrays(wave) | {"special_S": np.array(special, dtype=np.int64)} | masks | pruning
     staged = to_device(arrays | others, device)
     stop_BV = None
     if wave.has_stops:
@@ -183,6 +184,7 @@ def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTri
     return WaveData(
         stop_BV=stop_BV,
         special_S=staged["special_S"] if special else None,
+        pruning=Pruning(**{name: staged[name] for name in pruning}) if pruning else None,
         masks=trie.masks(*(staged[name] for name in masks)) if trie is not None and masks else None,
         **{name: staged[name] for name in arrays},
     )

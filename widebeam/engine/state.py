@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from widebeam.constraints.trie import Masks
+from widebeam.engine.pruning import Pruning
 from widebeam.engine.shapes import depth_rung
 
 REASONS = ("length", "stop", "item")
@@ -132,6 +133,7 @@ class WaveData:
     stop_BV: Tensor | None  # bool [B + 1, V]
     special_S: Tensor | None  # int64, the tokenizer's special tokens, if anybody wants none of them
     suppressed_B1: Tensor  # int64, 1 for who does
+    pruning: Pruning | None  # beams that policies give up, if any request has such a policy
     masks: Masks | None  # items that requests allow, if any of them does not allow all
     slot_base: Tensor  # int64, 0-d, first BeamKV slot of the wave
     slot_stride: Tensor  # int64, 0-d, BeamKV slots of one level

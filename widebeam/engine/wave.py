@@ -7,7 +7,7 @@ Letters: B requests, T packed prompt tokens, L levels, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import Normalizer, Sampling
 from widebeam.engine.shapes import LevelShape, candidate_rung, context_splits, depth_rung, request_rung, rung
+from widebeam.policies import BeamPlan
 
 if TYPE_CHECKING:
     from widebeam.constraints.filters import ItemMask
@@ -48,6 +49,8 @@ class Search:
     """Never to be generated."""
     mask: ItemMask | None = None
     """Items of the catalog that it allows; None: all."""
+    plan: BeamPlan | None = None
+    """Its policy, if that gives up beams for which there is room."""
     top_logprobs: int = 0
     return_beam_details: bool = False
     lease: ContextLease | None = field(default=None)
@@ -83,13 +86,14 @@ def join_factor(catalog: Catalog | None, *, greedy: bool, has_stops: bool) -> in
     return 2 if has_stops and not greedy else 1
 
 
-def bound_widths(
-    widths: tuple[int, ...], catalog: Catalog | None, vocab_size: int, mask: ItemMask | None = None
-) -> tuple[int, ...]:
-    """Rows that can be live after each level: never more than asked for, than SID prefixes exist, than items are
-    allowed, than parents have children. Rows beyond that are dead for certain and would only cost time."""
-    if mask is not None:
-        widths = tuple(min(width, mask.num_allowed) for width in widths)
+def narrowed(search: Search, mask: ItemMask) -> Search:
+    """The same search over these items alone: at no level can more rows be live than there are."""
+    return replace(search, mask=mask, widths=tuple(min(width, mask.num_allowed) for width in search.widths))
+
+
+def bound_widths(widths: tuple[int, ...], catalog: Catalog | None, vocab_size: int) -> tuple[int, ...]:
+    """Rows that can be live after each level: never more than asked for, than SID prefixes exist, than parents have
+    children. Rows beyond that are dead for certain and would only cost time."""
     bounded: list[int] = []
     previous = 1
     for level, width in enumerate(widths):
@@ -128,6 +132,18 @@ class Wave:
     def beam_slots(self) -> int:
         """BeamKV slots that the wave needs: every level but the first writes one for each row that it decodes."""
         return self.stride * (self.num_levels - 1)
+
+    def pruning_arrays(self) -> dict[str, np.ndarray]:
+        """The fields of `pruning.Pruning`; empty if no request has such a policy."""
+        plans = [search.plan for search in self.searches]
+        if not any(plans):
+            return {}
+        every = [plan or BeamPlan(()) for plan in plans] + [BeamPlan(())] * (self.requests + 1 - len(plans))
+        return {
+            "margin_B1": np.array([plan.margin for plan in every], dtype=np.float64),
+            "mass_B1": np.array([plan.mass if plan.mass < 1 else np.inf for plan in every], dtype=np.float64),
+            "floor_B1": np.array([plan.floor for plan in every], dtype=np.int64),
+        }
 
     def mask_arrays(self) -> dict[str, np.ndarray]:
         """Which of the wave's distinct masks each request has, and these masks; empty if all allow all items."""

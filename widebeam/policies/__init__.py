@@ -1,5 +1,5 @@
-"""How wide the beam is at each level. A policy is chosen by name; see base.py to add one."""
+"""How many beams go on after each level. A policy is chosen by name; see base.py to add one."""
 
-from widebeam.policies.base import POLICIES, Policy, PolicySpec, beam_widths
+from widebeam.policies.base import POLICIES, BeamPlan, Policy, PolicySpec, beam_plan
 
-__all__ = ["POLICIES", "Policy", "PolicySpec", "beam_widths"]
+__all__ = ["POLICIES", "BeamPlan", "Policy", "PolicySpec", "beam_plan"]
