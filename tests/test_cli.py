@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+from widebeam.cli import main
 from widebeam.config import Config, EngineConfig, ServerConfig
 from widebeam.errors import ConfigError
 from widebeam.settings import parse
@@ -62,9 +64,61 @@ def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_
     assert widebeam("catalog", "validate", catalog_file).returncode == 0
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"item_id": 1, "sid": [1]}\n{"item_id": 2, "sid": "x"}\n{"item_id": 3}\n')
-    done = widebeam("catalog", "validate", bad)
-    assert done.returncode == 2
-    assert "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
+    done = widebeam("catalog", "validate", bad, "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["fine"], found["more"]) == (1, False, 0)
+    assert [(one["file"], one["line"]) for one in found["problems"]] == [("bad.jsonl", 2), ("bad.jsonl", 3)]
+    done = widebeam("catalog", "inspect", bad)
+    assert done.returncode == 2 and "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
+
+
+def test_a_catalog_is_built_and_grows(tmp_path: Path) -> None:
+    """Every command as a user types it; a bar is shown on a terminal only."""
+    vectors = np.random.default_rng(0).normal(size=(90, 6))
+    np.save(tmp_path / "items.npy", vectors)
+    np.save(tmp_path / "new.npy", vectors[:3])
+    arguments = ["--embeddings", tmp_path / "items.npy", "--output", tmp_path / "out", "--levels=2", "--codes=8"]
+    done = widebeam("catalog", "build", *arguments, "--balanced", "--dedup")
+    assert (done.returncode, done.stderr) == (0, "") and "90 of 6 dimensions" in done.stdout
+    file = tmp_path / "out" / "items.parquet"
+    report = json.loads(widebeam("catalog", "inspect", file, "--hidden-size", 64, "--json").stdout)
+    assert (report["items"], report["sids"], report["device"]["head_bytes"]) == (90, 90, 24 * 64 * 2)
+    done = widebeam("catalog", "validate", file)
+    assert done.returncode == 0 and "90 items under 90 SIDs" in done.stdout
+    done = widebeam("catalog", "assign", "--codebooks", tmp_path / "out", "--embeddings", tmp_path / "new.npy")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["item_id"] for row in rows] == [0, 1, 2] and {len(row["sid"]) for row in rows} == {3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "usage: widebeam catalog"),
+        (["buid"], "usage: widebeam catalog"),
+        (["inspect"], "no file: widebeam catalog inspect FILE"),
+        (["validate", "--json"], "no file: widebeam catalog validate FILE"),
+        (["inspect", "x.jsonl", "--model", "m", "--hidden-size", "8"], "give it or --hidden-size"),
+        (["inspect", "x.jsonl", "--hidden-size", "0"], "hidden_size"),
+        (["build", "--embeddings", "x.npy", "--levels", "0"], "levels"),
+        (["build", "--embeddings", "x.npy", "--codes", "1"], "codes"),
+        (["build", "--embeddings", "no/x.npy"], "cannot read no/x.npy"),
+        (["build"], "embeddings"),
+        (["assign", "--codebooks", "no", "--embeddings", "x.npy"], "no is no folder of"),
+    ],
+)  # fmt: skip
+def test_bad_catalog_commands_are_told(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["catalog", *arguments])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_check_names_what_is_missing() -> None:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -15,8 +15,15 @@ from aiohttp import hdrs
 
 from tests.http.service import Service, running_service
 from widebeam import errors
+from widebeam.catalogs import Inspect, Validate
 from widebeam.cli import main
 from widebeam.config import EngineConfig, ServerConfig
+from widebeam.constraints import filter_spec
+from widebeam.constraints.assign import Assign
+from widebeam.constraints.build import Build
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.filter_spec import Filters
+from widebeam.constraints.filters import MASK_CACHE_BYTES, allowed_items
 from widebeam.constraints.header import Header, Level, Order
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.engine import Engine
@@ -109,7 +116,8 @@ def test_every_code_is_in_the_table_at_its_status() -> None:
 
 @pytest.mark.parametrize("document", [API, CATALOGS], ids=["api", "catalogs"])
 def test_every_flag_exists(document: str) -> None:
-    flags = {f"--{name.replace('_', '-')}" for kind in (EngineConfig, ServerConfig) for name in kind.__struct_fields__}
+    kinds = (EngineConfig, ServerConfig, Build, Assign, Inspect, Validate)
+    flags = {f"--{name.replace('_', '-')}" for kind in kinds for name in kind.__struct_fields__}
     assert set(re.findall(r"(?<!-)--[a-z][a-z-]+", document)) <= flags
 
 
@@ -207,11 +215,11 @@ def folder(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def catalog_command(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `widebeam catalog ..` prints, problems included."""
+    """What `widebeam catalog ..` prints, problems included, but for how long it took."""
     with pytest.raises(SystemExit):
         main(line.split()[1:])
     done = capsys.readouterr()
-    return done.out + done.err
+    return re.sub(r"loaded in \d+\.\d\d s", "loaded in 0.01 s", done.out + done.err)
 
 
 def test_commands_print_what_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,4 +240,20 @@ def test_every_catalog_shown_is_fine(folder: Path, capsys: pytest.CaptureFixture
 
 def test_the_header_shown_has_every_field(folder: Path) -> None:
     header = msgspec.json.decode((folder / "shop" / "catalog.json").read_bytes(), type=Header)
-    assert None not in (header.sid, header.levels, header.order, header.template)
+    assert None not in (header.sid, header.levels, header.order, header.template) and header.filters
+
+
+def test_the_filters_shown_leave_the_item_that_passes(folder: Path) -> None:
+    shown = next(text for language, _, text in BLOCK.findall(section(CATALOGS, "Filters")) if language == "json")
+    shop = Catalog.load(folder / "shop" / "items.jsonl")
+    mask, warnings = allowed_items(shop, msgspec.json.decode(shown, type=Filters))
+    assert [shop.item_id(row) for row in range(shop.num_items) if mask.allows(row)] == ["item-8"]
+    assert warnings == []
+
+
+def test_every_operator_and_limit_of_filters_is_named() -> None:
+    text = section(CATALOGS, "Filters")
+    assert {*get_args(filter_spec.Op), *Filters.__struct_fields__} <= set(re.findall(r"`(\S+?)`", text))
+    for limit in (filter_spec.MAX_FILTER_IDS, filter_spec.MAX_VALUES):
+        assert f"{limit:,}" in text
+    assert f"| {filter_spec.MAX_PREDICATES} |" in text and f"{MASK_CACHE_BYTES >> 20} MiB" in text

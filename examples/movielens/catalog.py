@@ -15,7 +15,7 @@ from data import Movie
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from widebeam.constraints.sid import LEVEL_LETTERS, SidTable, sid_token
+from widebeam.constraints.sid import LEVEL_LETTERS, SidTable, sid_token, sid_tokens
 
 PAD, EOS, UNKNOWN, HISTORY = "<|pad|>", "<|endoftext|>", "<|unknown|>", "<|history|>"
 Sids = dict[int, list[str]]
@@ -42,8 +42,7 @@ def build_tokenizer(codebook_sizes: Sequence[int]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(special)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(special)
-    codes = [sid_token(level, code) for level, size in enumerate(codebook_sizes) for code in range(size)]
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in codes])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in sid_tokens(codebook_sizes)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
 
 

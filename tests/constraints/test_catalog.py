@@ -284,7 +284,7 @@ def test_report_counts_what_the_items_say(tmp_path: Path) -> None:
     distinct = {tuple(sid) for sid in sids}
     shared = [sids.count(list(sid)) for sid in distinct if sids.count(list(sid)) > 1]
     assert (report.items, report.sids) == (120, len(distinct))
-    assert (report.shared_items, report.max_items_per_sid) == (sum(shared), max(shared))
+    assert (report.collisions.shared_items, report.collisions.largest) == (sum(shared), max(shared))
     assert report.depths == {depth: sum(len(sid) == depth for sid in sids) for depth in (2, 3)}
     for level, measured in enumerate(report.levels):
         prefixes = {sid[: level + 1] for sid in distinct if len(sid) > level}
@@ -296,7 +296,8 @@ def test_report_counts_what_the_items_say(tmp_path: Path) -> None:
     text = report.text()
     assert "Toys (minionerec; header: none)" in text
     assert "tokens (detected); not looked up in a tokenizer" in text
-    assert f"120 under {len(distinct)} SIDs; {sum(shared)} share one, at most {max(shared)} each" in text
+    assert f"120 under {len(distinct)} SIDs\n" in text
+    assert f"{sum(shared)} items share {len(shared)} SIDs, at most {max(shared)} the same" in text
 
 
 def test_catalogs_by_name(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from widebeam.constraints.header import Header, find_header
 from widebeam.constraints.json_files import read_json, read_jsonl
-from widebeam.constraints.parquet import embedded_header, read_parquet
+from widebeam.constraints.parquet import embedded_header, is_parquet, read_parquet
 from widebeam.constraints.rows import Rows
 from widebeam.errors import CatalogError
 
@@ -35,9 +35,7 @@ def read(path: Path) -> tuple[Rows, Header, str | None]:
 def _kind(path: Path) -> str:
     if path.is_dir():
         raise CatalogError(f"{path} is a folder; a catalog is one file")
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if path.suffix in (".parquet", ".pq") or magic == b"PAR1":
+    if is_parquet(path):
         return "parquet"
     if path.suffix in (".jsonl", ".ndjson"):
         return "jsonl"

@@ -18,9 +18,15 @@ from widebeam.errors import CatalogError
 Where = Callable[[int], str]
 
 
+def is_parquet(path: Path) -> bool:
+    """By its name or its first bytes. Raises OSError."""
+    with path.open("rb") as file:
+        return path.suffix in (".parquet", ".pq") or file.read(4) == b"PAR1"
+
+
 def embedded_header(path: Path) -> bytes | None:
     """The JSON text under the schema metadata key `widebeam`, if there is one."""
-    return (_open(path).schema_arrow.metadata or {}).get(PARQUET_KEY)
+    return (open_parquet(path).schema_arrow.metadata or {}).get(PARQUET_KEY)
 
 
 def read_parquet(path: Path) -> Rows:
@@ -28,52 +34,67 @@ def read_parquet(path: Path) -> Rows:
 
     Rows are counted from 0 in messages. Raises CatalogError.
     """
-    file = _open(path)
-    try:  # by row groups: pyarrow cannot read nested columns that need more than one chunk in one go
-        groups = [file.read_row_group(group) for group in range(file.num_row_groups)]
-        table = pa.concat_tables([file.schema_arrow.empty_table(), *groups])
-    except (pa.ArrowException, OSError) as error:
-        raise CatalogError(f"{path.name}: cannot be read: {_one_line(error)}") from None
+    file = open_parquet(path)
+    table = read_columns(file, path.name)
     _check_schema(path.name, table.schema)
 
     def where(row: int) -> str:
         return f"{path.name} row {row}"
 
     problems = Problems(path.name)
-    ids = _item_ids(table.column("item_id"), problems, where)
+    ids = read_item_ids(table.column("item_id"), problems, where)
     lengths, values, tokens = _sids(table.column("sid"), ids, problems, where)
     problems.check()
     return Rows("parquet", ids, lengths, values, tokens, ArrowColumns(table.drop_columns(list(RESERVED))), where)
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Raises CatalogError."""
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise CatalogError(f"{path.name}: not a readable parquet file: {_one_line(error)}") from None
+        raise CatalogError(f"{path.name}: not a readable parquet file: {one_line(error)}") from None
 
 
-def _one_line(error: Exception) -> str:
+def read_columns(file: pq.ParquetFile, name: str, columns: list[str] | None = None) -> pa.Table:
+    """Those columns of all rows, or all columns. Raises CatalogError, which calls the file by `name`."""
+    try:  # by row groups: pyarrow cannot read nested columns that need more than one chunk in one go
+        groups = [file.read_row_group(group, columns) for group in range(file.num_row_groups)]
+        if columns is not None:  # "a" is also read as the beginning of "a.b"
+            groups = [group.select(columns) for group in groups]
+        return pa.concat_tables(groups or [file.schema_arrow.empty_table()])
+    except (pa.ArrowException, OSError) as error:
+        raise CatalogError(f"{name}: cannot be read: {one_line(error)}") from None
+
+
+def one_line(error: Exception) -> str:
+    """An error of several lines, for a message of one."""
     return " ".join(str(error).split())
 
 
-def _check_schema(name: str, schema: pa.Schema) -> None:
+def check_names(name: str, schema: pa.Schema) -> None:
+    """Raise CatalogError for two columns of one name."""
     for column in schema.names:
         if schema.names.count(column) > 1:
             raise CatalogError(f"{name}: column {column!r} is there twice")
+
+
+def _check_schema(name: str, schema: pa.Schema) -> None:
+    check_names(name, schema)
     for column in RESERVED:
         if column not in schema.names:
             raise CatalogError(f"{name}: no column {column!r}; columns are {', '.join(schema.names)}")
     ids, sid = schema.field("item_id").type, schema.field("sid").type
-    if not _is_id(ids):
+    if not is_id(ids):
         hint = "; ids become floating point when some are missing" if pa.types.is_floating(ids) else ""
         raise CatalogError(f"{name}: column 'item_id' must hold integers or strings, not {ids}{hint}")
     is_list = pa.types.is_list(sid) or pa.types.is_large_list(sid) or pa.types.is_fixed_size_list(sid)
-    if not (is_list and _is_id(sid.value_type)):
+    if not (is_list and is_id(sid.value_type)):
         raise CatalogError(f"{name}: column 'sid' must hold lists of integers or of strings, not {sid}")
 
 
-def _is_id(kind: pa.DataType) -> bool:
+def is_id(kind: pa.DataType) -> bool:
+    """Whether item ids may be of that type."""
     return pa.types.is_integer(kind) or _is_text(kind)
 
 
@@ -83,7 +104,7 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _item_ids(column: pa.ChunkedArray, problems: Problems, where: Where) -> ItemIds:
+def read_item_ids(column: pa.ChunkedArray, problems: Problems, where: Where) -> ItemIds:
     """Ids without nulls; a missing or empty one is a problem that later messages could not name, so it ends here."""
     missing = np.flatnonzero(column.is_null().to_numpy())
     problems.add_rows(missing, lambda row: f"{where(row)}: item_id is missing")

@@ -1,4 +1,4 @@
-"""What a catalog looks like: the numbers behind `widebeam catalog inspect` and `validate`."""
+"""What a catalog looks like: the numbers behind `widebeam catalog inspect`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.header import Order, SidForm
+from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.template import HistoryTemplate
 
 
@@ -17,11 +18,70 @@ class LevelReport(msgspec.Struct, frozen=True, kw_only=True):
     codebook_declared: bool
     """By the header; otherwise it is the codes in use."""
     codes_in_use: int
+    codes_unused: int
     nodes: int
     """Distinct prefixes of this length."""
     mean_children: float
     """Nodes of this level under a node one level up, over those that have any."""
+    min_children: int
+    median_children: int
+    p99_children: int
     max_children: int
+
+
+class Collisions(msgspec.Struct, frozen=True, kw_only=True):
+    """How items share SIDs."""
+
+    shared_sids: int
+    """SIDs of several items."""
+    shared_items: int
+    """Items that share their SID with another."""
+    largest: int
+    """Items of the SID that has most."""
+    items_per_sid: dict[int, int]
+    """Number of items -> SIDs that have as many."""
+
+    @classmethod
+    def of(cls, index: CatalogIndex) -> Collisions:
+        sids_with = np.bincount(index.num_terminal)
+        several = np.arange(sids_with.size) > 1
+        return cls(
+            shared_sids=int(sids_with[several].sum()),
+            shared_items=int((sids_with * np.arange(sids_with.size))[several].sum()),
+            largest=sids_with.size - 1,
+            items_per_sid={items: int(sids_with[items]) for items in np.flatnonzero(sids_with).tolist() if items},
+        )
+
+    def text(self) -> str:
+        if not self.shared_sids:
+            return "every item has a SID of its own"
+        parts: dict[str, int] = {}
+        for items, sids in self.items_per_sid.items():
+            low = 1 << (items.bit_length() - 1)  # SIDs of 4 to 7 items together, of 8 to 15, ..
+            name = f"{items}" if items < 4 else f"{low}-{2 * low - 1}"
+            parts[name] = parts.get(name, 0) + sids
+        shares = ", ".join(f"{sids:,} of {name}" for name, sids in parts.items())
+        return (
+            f"{self.shared_items:,} items share {self.shared_sids:,} SIDs, at most {self.largest:,} the same; "
+            f"SIDs by number of items: {shares}"
+        )
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a catalog takes on the device."""
+
+    trie_bytes: int
+    """The index and the codebooks."""
+    head_rows: int
+    """Rows of the output projection that are kept beside it: one for each code."""
+    head_bytes: int | None
+    """None: the hidden size is not known."""
+
+    def text(self) -> str:
+        head = f"{self.head_rows:,} rows of the head (hidden size unknown: --model, --hidden-size)"
+        if self.head_bytes is not None:
+            head = f"{self.head_bytes:,} for {self.head_rows:,} rows of the head"
+        return f"{self.trie_bytes:,} bytes, and {head}"
 
 
 class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,16 +99,22 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
     items: int
     sids: int
     """Distinct SIDs."""
-    shared_items: int
-    """Items that share their SID with another."""
-    max_items_per_sid: int
+    collisions: Collisions
+    max_items_per_sid: int | None
+    """The header's limit on what is returned of one SID."""
     levels: list[LevelReport]
     depths: dict[int, int]
     """Items by the length of their SID."""
     fields: tuple[str, ...]
     order: Order | None
     template: HistoryTemplate | None
+    filters: tuple[str, ...]
+    """Named ones."""
     index_bytes: int
+    """On the host."""
+    device: DeviceMemory
+    load_s: float | None
+    """Seconds to read, check and index the file."""
 
     def text(self) -> str:
         """The report for people: lines of a label and its facts, then a table of levels."""
@@ -56,31 +122,41 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.order is not None:
             order = f"by {self.order.column}, {'descending' if self.order.descending else 'ascending'}"
         known = "" if self.resolved else "; not looked up in a tokenizer"
-        shared = (
-            f"{self.shared_items:,} share one, at most {self.max_items_per_sid:,} each" if self.shared_items else ""
-        )
+        if self.max_items_per_sid is not None:
+            order += f", of which at most {self.max_items_per_sid:,} are returned"
+        loaded = "" if self.load_s is None else f"; loaded in {self.load_s:.2f} s"
         lines = [
             ("catalog", f"{self.name} ({self.format}; header: {self.header or 'none'})"),
             ("sids", f"{self.sid} ({'declared' if self.sid_declared else 'detected'}){known}"),
-            ("items", f"{self.items:,} under {self.sids:,} SIDs" + (f"; {shared}" if shared else "")),
+            ("items", f"{self.items:,} under {self.sids:,} SIDs"),
+            ("shared", self.collisions.text()),
             ("depth", ", ".join(f"{depth} ({items:,} items)" for depth, items in self.depths.items())),
             ("order", f"within a SID: {order}"),
             ("fields", ", ".join(self.fields) or "none"),
             ("template", repr(self.template.item) if self.template is not None else "none"),
-            ("index", f"{self.index_bytes:,} bytes"),
+            ("filters", ", ".join(self.filters) or "none"),
+            ("index", f"{self.index_bytes:,} bytes{loaded}"),
+            ("device", self.device.text()),
         ]
-        table = [f"{'level':>5} {'codebook':>18} {'in use':>10} {'nodes':>12} {'children: mean':>15} {'max':>8}"]
+        return "\n".join([f"{label:<9} {fact}" for label, fact in lines] + self._table())
+
+    def _table(self) -> list[str]:
+        head = f"{'level':>5} {'codebook':>18} {'in use':>9} {'unused':>9} {'nodes':>11}"
+        table = [f"{head} {'children: mean':>15} {'min':>5} {'median':>7} {'p99':>7} {'max':>7}"]
         for number, level in enumerate(self.levels):
             book = f"{level.codebook_size:,} {'declared' if level.codebook_declared else 'in use'}"
             table.append(
-                f"{number:>5} {book:>18} {level.codes_in_use:>10,} {level.nodes:>12,} "
-                f"{level.mean_children:>15,.1f} {level.max_children:>8,}"
+                f"{number:>5} {book:>18} {level.codes_in_use:>9,} {level.codes_unused:>9,} {level.nodes:>11,} "
+                f"{level.mean_children:>15,.1f} {level.min_children:>5,} {level.median_children:>7,} "
+                f"{level.p99_children:>7,} {level.max_children:>7,}"
             )
-        return "\n".join([f"{label:<9} {fact}" for label, fact in lines] + table)
+        return table
 
 
-def inspect(catalog: Catalog) -> CatalogReport:
-    """Measure a catalog."""
+def inspect(
+    catalog: Catalog, *, hidden_size: int | None = None, head_dtype: str = "bfloat16", load_s: float | None = None
+) -> CatalogReport:
+    """Measure a catalog. `hidden_size` and `head_dtype` are those of the model that it would be served with."""
     index = catalog.index
     per_sid = index.num_terminal
     depths = {
@@ -95,14 +171,41 @@ def inspect(catalog: Catalog) -> CatalogReport:
         resolved=catalog.resolved,
         items=catalog.num_items,
         sids=catalog.num_sids,
-        shared_items=int(per_sid[per_sid > 1].sum()),
-        max_items_per_sid=int(per_sid.max()),
+        collisions=Collisions.of(index),
+        max_items_per_sid=catalog.header.max_items_per_sid,
         levels=[_level(catalog, level) for level in range(index.depth)],
         depths={depth: items for depth, items in depths.items() if items},
         fields=catalog.fields,
         order=catalog.header.order,
         template=catalog.template,
+        filters=tuple(catalog.header.filters),
         index_bytes=index.nbytes,
+        device=_device_memory(catalog, hidden_size, head_dtype),
+        load_s=load_s,
+    )
+
+
+def _device_memory(catalog: Catalog, hidden_size: int | None, head_dtype: str) -> DeviceMemory:
+    """The bytes of a DeviceTrie, made on the meta device, where tensors have sizes but no memory."""
+    import torch
+
+    from widebeam.constraints.trie import DeviceTrie
+
+    def tensors(value: object) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        return [tensor for part in parts for tensor in tensors(part)]
+
+    def size(hidden: int) -> int:
+        head_VH = torch.empty(vocabulary, hidden, dtype=getattr(torch, head_dtype), device="meta")
+        return sum(tensor.nbytes for tensor in tensors(vars(DeviceTrie(catalog, head_VH))))
+
+    vocabulary = 1 + max(int(tokens.max()) for tokens in catalog.level_token_ids)
+    return DeviceMemory(
+        trie_bytes=size(0),
+        head_rows=sum(tokens.size for tokens in catalog.level_token_ids),
+        head_bytes=None if hidden_size is None else size(hidden_size) - size(0),
     )
 
 
@@ -110,12 +213,18 @@ def _level(catalog: Catalog, level: int) -> LevelReport:
     index, book = catalog.index, catalog.codebooks[level]
     first, last = index.level_start[level : level + 2]
     children = np.diff(index.first_child[first : last + 1])
+    children = children[children > 0]
     codes = index.code[slice(*index.level_start[level + 1 : level + 3])]
+    in_use = int(np.count_nonzero(np.bincount(codes)))
     return LevelReport(
         codebook_size=book.token_ids.size,
         codebook_declared=book.declared,
-        codes_in_use=int(np.count_nonzero(np.bincount(codes))),
+        codes_in_use=in_use,
+        codes_unused=book.token_ids.size - in_use,
         nodes=codes.size,
-        mean_children=float(children[children > 0].mean()),
+        mean_children=float(children.mean()),
+        min_children=int(children.min()),
+        median_children=int(np.quantile(children, 0.5, method="higher")),
+        p99_children=int(np.quantile(children, 0.99, method="higher")),
         max_children=index.max_fanout(level),
     )

@@ -1,22 +1,22 @@
 """Semantic IDs from item embeddings: a residual vector quantiser, and embeddings from interaction logs to feed it.
 
-A catalog is usually delivered with its SIDs. This module builds them where they do not exist yet; serving never uses
-it. It needs scikit-learn and SciPy (`pip install 'widebeam[demo]'`), imported only when a function here is called.
+A catalog is usually delivered with its SIDs. This module builds them where they do not exist yet, for what fits into
+memory (`build.py` does it for files of any size); serving never uses it. It needs scikit-learn and SciPy
+(`pip install 'widebeam[demo]'`), imported only when a function here is called.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from widebeam.constraints.balance import capacity, refine
+from widebeam.constraints.kmeans import Backend, kmeans, need
 from widebeam.errors import ConfigError
 
-MINI_BATCH_FROM = 200_000
-"""Items from which k-means runs on mini-batches: full passes over more points gain little and take minutes."""
 LEVEL_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -45,9 +45,19 @@ class SidTable:
         return sum((book[self.codes[:, level]] for level, book in enumerate(used)), np.zeros_like(used[0][:1]))
 
 
+def token_form(level: int) -> str:
+    """How tokens of a level are usually spelt, with `{code}` in place of the number: `<a_{code}>` at the first."""
+    return f"<{LEVEL_LETTERS[level]}_{{code}}>"
+
+
 def sid_token(level: int, code: int) -> str:
     """The usual spelling of a code as a token: `<a_12>` is code 12 of the first level."""
-    return f"<{LEVEL_LETTERS[level]}_{code}>"
+    return token_form(level).replace("{code}", str(code))
+
+
+def sid_tokens(codebook_sizes: Sequence[int]) -> list[str]:
+    """All SID tokens, level by level, as they are added to a tokenizer."""
+    return [sid_token(level, code) for level, size in enumerate(codebook_sizes) for code in range(size)]
 
 
 def build_sids(
@@ -69,17 +79,38 @@ def build_sids(
     vectors = np.ascontiguousarray(embeddings, dtype=np.float32)
     sizes = [codes] * levels if isinstance(codes, int) else list(codes)
     _check(vectors, sizes, levels)
+    codebooks, labels = train_codebooks(vectors, sizes, seed, "scikit-learn")
+    if unique:
+        labels[:, -1] = _spread(residuals(vectors, codebooks[:-1], labels), codebooks[-1], labels)
+    return SidTable(labels.astype(np.int32), tuple(codebooks))
+
+
+def train_codebooks(
+    vectors: np.ndarray, sizes: Sequence[int], seed: int, backend: Backend, *, balance: bool = False
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """A codebook for each level, by k-means on what the levels before left over; and the codes, int64 [N, levels].
+
+    With `balance` no code of a level gets more than its share of the vectors (see `balance.py`).
+    """
     residual = vectors.copy()
-    columns: list[np.ndarray] = []
     codebooks: list[np.ndarray] = []
+    columns: list[np.ndarray] = []
     for level, size in enumerate(sizes):
-        book, labels = _kmeans(residual, size, seed + level)
-        if unique and level == levels - 1:
-            labels = _spread(residual, book, np.stack([*columns, labels], axis=1))
+        book, labels = kmeans(residual, size, seed + level, backend)
+        if balance:
+            book, labels = refine(residual, book, capacity(len(residual), len(book)))
         residual -= book[labels]
-        columns.append(labels)
         codebooks.append(book)
-    return SidTable(np.stack(columns, axis=1).astype(np.int32), tuple(codebooks))
+        columns.append(labels)
+    return codebooks, np.stack(columns, axis=1, dtype=np.int64)
+
+
+def residuals(vectors: np.ndarray, codebooks: Sequence[np.ndarray], codes: np.ndarray) -> np.ndarray:
+    """What those levels leave over of float32 vectors, given all their codes."""
+    left = vectors.copy()
+    for level, book in enumerate(codebooks):
+        left -= book[codes[:, level]]
+    return left
 
 
 def cooccurrence_embeddings(
@@ -92,8 +123,8 @@ def cooccurrence_embeddings(
     left singular vector scaled by the square roots of the singular values (Levy and Goldberg 2014). Items without a
     neighbour get a zero row. `sequences` hold item numbers 0 .. num_items - 1, oldest first.
     """
-    sparse = _need("scipy.sparse")
-    extmath = _need("sklearn.utils.extmath")
+    sparse = need("scipy.sparse")
+    extmath = need("sklearn.utils.extmath")
     if not 1 <= dim < num_items or window < 1:
         raise ConfigError(f"need 1 <= dim < num_items and window >= 1, got {dim=}, {num_items=}, {window=}")
     parts = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
@@ -121,21 +152,9 @@ def _positive_pmi(counts: Any, sparse: Any) -> Any:
     return sparse.csr_matrix((np.maximum(np.log(ratio), 0.0), (counts.row, counts.col)), shape=counts.shape)
 
 
-def _kmeans(points: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Centroids float32 [k, dim] and labels int64 [num_points], k = min(size, distinct points)."""
-    cluster = _need("sklearn.cluster")
-    size = min(size, len(np.unique(points, axis=0)))
-    if len(points) < MINI_BATCH_FROM:
-        model = cluster.KMeans(size, n_init=4, random_state=seed)
-    else:
-        model = cluster.MiniBatchKMeans(size, n_init=3, batch_size=8192, random_state=seed)
-    labels = model.fit_predict(points)
-    return model.cluster_centers_.astype(np.float32), labels.astype(np.int64)
-
-
 def _spread(points: np.ndarray, book: np.ndarray, sids: np.ndarray) -> np.ndarray:
     """Last-level labels [num_points] with which no two rows of `sids` (int64 [num_points, levels]) are equal."""
-    optimize = _need("scipy.optimize")
+    optimize = need("scipy.optimize")
     labels = sids[:, -1].copy()
     _, group, group_size = np.unique(sids[:, :-1], axis=0, return_inverse=True, return_counts=True)
     if group_size.max() > len(book):
@@ -160,11 +179,3 @@ def _check(vectors: np.ndarray, sizes: list[int], levels: int) -> None:
         raise ConfigError(
             f"need 1 .. {len(LEVEL_LETTERS)} levels with a codebook size >= 1 each, got {levels}, {sizes}"
         )
-
-
-def _need(module: str) -> Any:
-    """Import an optional dependency, or say how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"building SIDs needs scikit-learn: pip install 'widebeam[demo]' ({error})") from None

@@ -42,7 +42,7 @@ class Recommendation(msgspec.Struct, kw_only=True):
 
 
 def rows_of(catalog: Catalog, sequence: Sequence, mask: ItemMask | None) -> Iterable[int]:
-    """Rows of the items that a sequence spells and the mask allows, the first in the catalog's order up to its limit."""
+    """Rows of the items that a sequence spells and the mask allows, in the catalog's order and up to its limit."""
     rows = catalog.items_at(sequence.node)
     allowed = rows if mask is None else (row for row in rows if mask.allows(row))
     return itertools.islice(allowed, catalog.header.max_items_per_sid)
