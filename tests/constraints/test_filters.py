@@ -25,7 +25,7 @@ from widebeam.constraints import filters as module
 from widebeam.constraints.catalog import Catalog, Catalogs
 from widebeam.constraints.filter_spec import MAX_FILTER_IDS, MAX_PREDICATES, MAX_VALUES, Filters, Predicate
 from widebeam.constraints.filters import ItemMask, MaskCache, allowed_items
-from widebeam.constraints.item_ids import ItemIds
+from widebeam.constraints.item_ids import INT64, ItemIds
 from widebeam.errors import CatalogError, InvalidRequest
 
 NAMED = {
@@ -64,6 +64,8 @@ def predicates(draw: st.DrawFn) -> Predicate:
 
 @st.composite
 def requests(draw: st.DrawFn, ids: list[int | str]) -> Filters:
+    """Integers beyond 64 bits are sent as text."""
+    ids = [key if isinstance(key, str) or key in INT64 else str(key) for key in ids]
     known = st.sampled_from(ids)
     some = st.lists(known | known.map(str) | st.sampled_from([-77, "nobody", "007"]), max_size=8).map(tuple)
     return Filters(
