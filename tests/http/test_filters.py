@@ -125,6 +125,11 @@ def test_bad_filters_name_the_place(service: Service, filters: dict[str, Any], p
     assert answer.json["error"]["param"].replace("[...]", "[0]") == param
 
 
+def test_only_a_history_can_be_excluded(service: Service) -> None:
+    answer = service.post("/v1/recommend", {"input_ids": [1, 2], "exclude_history": True})
+    assert answer.status == 400 and answer.json["error"]["param"] == "exclude_history"
+
+
 def test_filters_need_a_catalog(service: Service) -> None:
     body = {"input_ids": [1, 2, 3], "catalog": "none", "filters": {"deny": ["item-1"]}}
     answer = service.post("/generate", body)

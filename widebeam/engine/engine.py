@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
@@ -266,33 +267,19 @@ class Engine(Blocking):
         if params.beam_width is None and (params.policy is None or params.policy.widths is None):
             width = min(max(self.config.default_beam_width, n), self.config.max_beam_width)
             params = msgspec.structs.replace(params, beam_width=width)
-        given = {"history": history, "prompt": prompt, "messages": messages, "input_ids": input_ids}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) != 1:
-            raise InvalidRequest(
-                f"exactly one of history, prompt, messages and input_ids is needed, but {len(named)} were given",
-                param=named[1] if named else "history",
-            )
-        unknown: list[int | str] = []
-        used = 0
-        if history is not None:
-            made = await self._prompts.render_history(catalog, history, self.max_context_len - catalog.depth)
-            token_ids, used, unknown = made.token_ids, made.num_used, made.unknown
-            if unknown and unknown_items == "refuse":
-                raise InvalidRequest(f"unknown items in history: {unknown[:5]}", code="unknown_item", param="history")
-            if exclude_history:
-                params = _denying(params, [item for item in history if item not in set(unknown)])
-        elif prompt is not None:
-            token_ids = await self.encode(prompt)
-        elif messages is not None:
-            token_ids = await self.render_chat(messages)
-        else:
-            token_ids = list(input_ids or ())
-        result = await self.submit(token_ids, msgspec.structs.replace(params, n=n), catalog=catalog)
+        if exclude_history and history is None:
+            raise InvalidRequest("exclude_history needs a history", param="exclude_history")
+        room = self.max_context_len - catalog.depth
+        made = await self._prompts.make(catalog, room, history, prompt, messages, input_ids)
+        if made.unknown and unknown_items == "refuse":
+            raise InvalidRequest(f"unknown items in history: {made.unknown[:5]}", code="unknown_item", param="history")
+        if exclude_history and history is not None:
+            params = _denying(params, set(history).difference(made.unknown))
+        result = await self.submit(made.token_ids, msgspec.structs.replace(params, n=n), catalog=catalog)
         items = ranked_items(catalog, result.sequences, n, fields, result.mask)
-        if unknown:
-            result.warnings.append(f"{len(unknown)} history items are not in the catalog: {unknown[:5]}")
-        return Recommendation(items=items, result=result, unknown_items=unknown, num_history=used)
+        if made.unknown:
+            result.warnings.append(f"{len(made.unknown)} history items are not in the catalog: {made.unknown[:5]}")
+        return Recommendation(items=items, result=result, unknown_items=made.unknown, num_history=made.num_used)
 
     # Text
 
@@ -369,7 +356,7 @@ class Engine(Blocking):
         self.died.set()
 
 
-def _denying(params: SearchParams, ids: list[int | str]) -> SearchParams:
+def _denying(params: SearchParams, ids: Iterable[int | str]) -> SearchParams:
     """The same search without these items."""
     filters = params.filters or Filters()
     return msgspec.structs.replace(params, filters=msgspec.structs.replace(filters, deny=(*(filters.deny or ()), *ids)))

@@ -26,6 +26,33 @@ class Prompts:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
+    async def make(
+        self,
+        catalog: Catalog,
+        max_tokens: int,
+        history: Seq[int | str] | None,
+        prompt: str | None,
+        messages: list[dict[str, Any]] | None,
+        input_ids: Seq[int] | None,
+    ) -> HistoryPrompt:
+        """The prompt, which is given in one of four forms. A history is cut to `max_tokens`. Raises InvalidRequest."""
+        given = {"history": history, "prompt": prompt, "messages": messages, "input_ids": input_ids}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) != 1:
+            raise InvalidRequest(
+                f"exactly one of {', '.join(given)} is needed, but {len(named)} were given",
+                param=named[1] if named else "history",
+            )
+        if history is not None:
+            return await self.render_history(catalog, history, max_tokens)
+        if prompt is not None:
+            token_ids = await self.encode(prompt)
+        elif messages is not None:
+            token_ids = await self.render_chat(messages)
+        else:
+            token_ids = list(input_ids or ())
+        return HistoryPrompt(token_ids=token_ids, num_used=0, num_dropped=0, unknown=[])
+
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         return await self._off_loop(lambda: self._required().encode(text))
