@@ -15,6 +15,7 @@ import torch
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.filters import ItemMask
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import search as search_module
 from widebeam.engine.compile import EAGER, compiled_programs
@@ -22,9 +23,10 @@ from widebeam.engine.core import Programs
 from widebeam.engine.memory import PoolSizes
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
-from widebeam.engine.wave import Search, bound_widths, join_factor
+from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
+from widebeam.policies import BeamPlan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,6 +95,35 @@ def test_a_level_traces_whole_and_gives_the_same(
     explained = torch._dynamo.utils.counters["graph_break"]
     assert not explained, explained
     runtime.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["filters", "policies", "suppressed", "all of a catalog's"])
+def test_rarer_forms_trace_whole_and_give_the_same(traced: tuple[Runtime, Catalog, Programs], kind: str) -> None:
+    """One of a wave's two searches asks for more than the other."""
+    runtime, catalog, programs = traced
+    constrained = kind != "suppressed"
+
+    def results() -> Any:
+        first, second = make_jobs(catalog if constrained else None, "level" if constrained else "vocab", ())
+        if kind in ("filters", "all of a catalog's"):
+            first.search = narrowed(
+                first.search, ItemMask.of_rows(np.arange(0, catalog.num_items, 3), catalog.num_items)
+            )
+        if kind in ("policies", "all of a catalog's"):
+            second.search = replace(second.search, plan=BeamPlan((), margin=1.5, mass=0.8, floor=2))
+        if kind == "suppressed":
+            second.search = replace(second.search, special_token_ids=(0, 1, 2, 3))
+        outcomes = runtime.run([first, second])
+        return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in outcomes]  # type: ignore[union-attr]
+
+    runtime.core.programs = EAGER
+    eager = results()
+    runtime.core.programs = programs
+    for one, two in zip(eager, results(), strict=True):
+        assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two]
+        assert [score for _, score in one] == pytest.approx([score for _, score in two], abs=1e-4)
+    explained = torch._dynamo.utils.counters["graph_break"]
+    assert not explained, explained
 
 
 @pytest.mark.gpu
