@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ import torch
 
 from tests import tiny
 from widebeam import Engine, EngineConfig, SearchParams
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.filter_spec import Filters
+from widebeam.constraints.filters import allowed_items
 from widebeam.errors import (
+    Aborted,
     CatalogError,
     CheckpointError,
     ConfigError,
@@ -154,6 +159,31 @@ async def test_cancelling_frees_the_request(engine: Engine) -> None:
     assert engine.stats().requests_in_flight == 0
     assert not isinstance(outcomes[0], BaseException)
     assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes[1:])
+
+
+@pytest.mark.parametrize("allow", [(), None])
+async def test_aborting_waits_for_no_filter(
+    engine: Engine, allow: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the filter, once it is found, would leave anything or not."""
+    looked, go_on = threading.Event(), threading.Event()
+
+    def slow(catalog: Catalog, filters: Filters) -> Any:
+        looked.set()
+        assert go_on.wait(20)
+        return allowed_items(catalog, filters)
+
+    monkeypatch.setattr("widebeam.engine.engine.allowed_items", slow)
+    params = SearchParams(beam_width=4, request_id="slow", filters=Filters(allow=allow, deny=()))
+    task = asyncio.create_task(engine.submit([5], params))
+    try:
+        assert await asyncio.to_thread(looked.wait, 20)
+        assert engine.abort("slow") == 1
+        with pytest.raises(Aborted):
+            await asyncio.wait_for(task, 20)
+        assert not go_on.is_set() and engine.stats().requests_in_flight == 0
+    finally:
+        go_on.set()
 
 
 async def test_a_deadline_ends_a_request(engine: Engine) -> None:

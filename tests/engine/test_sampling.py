@@ -25,6 +25,7 @@ from transformers.generation.logits_process import (
 
 from tests import hf
 from widebeam import Engine, SearchParams
+from widebeam.constraints.filter_spec import Filters
 from widebeam.engine.request import NO_CATALOG, Sampling, SearchResult
 from widebeam.engine.sampling import filtered, gumbel
 from widebeam.errors import InvalidRequest
@@ -75,6 +76,12 @@ def test_filters_keep_what_hugging_face_keeps(temperature: float, top_k: int, to
     expected = judge(torch.zeros(20, 1, dtype=torch.long), logits)
     assert torch.equal(kept.isfinite(), expected.isfinite())
     assert torch.equal(kept[kept.isfinite()], expected[expected.isfinite()])
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-40, 1e-300])
+async def test_next_to_no_temperature_draws_the_most_probable_tokens(engine: Engine, temperature: float) -> None:
+    greedy = await draw(engine, PROMPT, temperature=0.0)
+    assert texts(await draw(engine, PROMPT, temperature=temperature, seed=1)) == texts(greedy)
 
 
 def test_noise_is_gumbel_and_depends_on_everything() -> None:
@@ -212,6 +219,8 @@ async def test_different_lengths_share_a_wave(checkpoint: Path, engine: Engine) 
         ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
         ({"logit_bias": {3: math.nan}}, "logit_bias"),
         ({"n": 300}, "n"),
+        ({"n": 256, "tokens": 128, "top_logprobs": 128}, "top_logprobs"),
+        ({"return_beam_details": True}, "return_beam_details"),
     ],
 )
 async def test_refusals(engine: Engine, fields: dict[str, Any], param: str) -> None:
@@ -315,6 +324,24 @@ async def test_beams_by_level_lead_to_the_results(checkpoint: Path, engine: Engi
         assert beams.scores == sorted(beams.scores, reverse=True)
         assert len(prefixes) == len(set(prefixes)) <= (widths[level] if level < 2 else 6)
     assert prefixes == [tuple(text) for text in texts(result)]
+
+
+async def test_levels_without_a_beam_are_there_and_empty(engine: Engine) -> None:
+    """Of searches that end long before their last level, and of those that filters leave nothing."""
+    vocab_size = engine.model_config.vocab_size
+    ended = await engine.submit(
+        PROMPT,
+        SearchParams(
+            n=2, beam_width=4, max_new_tokens=20, catalog=NO_CATALOG, return_beam_details=True,
+            stop_token_ids=tuple(range(vocab_size)),
+        ),
+    )  # fmt: skip
+    nothing = await engine.submit(
+        PROMPT, SearchParams(beam_width=4, return_beam_details=True, filters=Filters(allow=()))
+    )
+    for result, levels in ((ended, 20), (nothing, len(nothing.widths))):
+        assert result.levels is not None and len(result.levels) == levels > 0
+        assert not any(beams.token_ids for beams in result.levels)
 
 
 def test_numpy_agrees_on_the_hash() -> None:

@@ -124,6 +124,27 @@ def test_waiting_behind_older_ones_is_not_being_overtaken() -> None:
     assert scheduler.jobs_aged == 0
 
 
+def test_a_long_wave_holds_up_others_to_its_end() -> None:
+    """Whoever is asked for between its pieces, and whether or not a short wave passes."""
+    scheduler = Scheduler(LIMITS, lambda _: None)
+    old, head = make_job("old", levels=20), make_job("long", levels=14, width=1, priority=1)
+    for job in (old, make_job("young", levels=20, normalizer="level"), head):
+        scheduler.add(job)
+    assert scheduler.next_wave(0.0) == [head]
+    held = scheduler.load([head])
+    assert scheduler.next_wave(0.25, held) == []
+    assert scheduler.next_wave(0.5, held) == []
+    short = make_job("short")
+    scheduler.add(short)
+    assert scheduler.next_wave(0.625, held) == [short]
+    assert scheduler.next_wave(0.75, held) == []
+    for name in "xy":
+        scheduler.add(make_job(name, tokens=80, priority=100))
+    assert names(scheduler.next_wave(0.875)) == "x"
+    assert old.overtaken_s == 0.875
+    assert scheduler.next_wave(1.0) == [old]  # 0.05 s a level
+
+
 def test_every_decision_is_counted() -> None:
     scheduler = Scheduler(LIMITS, lambda _: None)
     for levels in (64, 3, 3, 20):

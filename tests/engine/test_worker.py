@@ -51,6 +51,10 @@ class Bench:
         self.waves: list[Wave] = []
         self.outcomes: dict[str, Any] = {}
         self.launch_fault: BaseException | None = None
+        self.fault_at_boundary: Exception | None = None
+        """What a long wave meets when it makes room for others."""
+        self.launching = threading.Event()
+        """A long wave is being launched."""
         self.boundaries: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """A launching long wave comes to its next boundary for each."""
         self.dead = threading.Event()
@@ -66,8 +70,11 @@ class Bench:
         wave = Wave(jobs)
         self.waves.append(wave)
         for _ in range((jobs[0].search.levels - 1) // PIECE):
+            self.launching.set()
             assert self.boundaries.get(timeout=20)
             if between.others_wait():
+                if self.fault_at_boundary is not None:
+                    raise self.fault_at_boundary
                 between.run_others()
         return wave
 
@@ -273,6 +280,29 @@ def test_a_broken_device_answers_everybody(bench: Bench) -> None:
     assert all(isinstance(outcome, EngineDead) for outcome in bench.outcomes.values())
     bench.submit("d")
     assert isinstance(bench.outcomes["d"], EngineDead)
+
+
+@pytest.mark.parametrize(
+    "fault", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("a bug"), torch.AcceleratorError("CUDA error")]
+)
+def test_a_long_wave_that_fails_loses_nobody_who_was_to_pass_it(bench: Bench, fault: Exception) -> None:
+    """Its state could not be set aside, say; the others were no longer in the queue."""
+    bench.fault_at_boundary = fault
+    bench.submit("long", levels=PIECE + 1)
+    bench.until(bench.launching.is_set)
+    bench.submit("a", "b")
+    bench.boundaries.put(True)
+    if isinstance(fault, torch.AcceleratorError):
+        bench.until(lambda: set(bench.outcomes) == {"long", "a", "b"})
+        assert all(isinstance(outcome, EngineDead) for outcome in bench.outcomes.values())
+        return
+    bench.until(lambda: len(bench.waves) == 2)
+    assert bench.names(1) == ["a", "b"]
+    bench.waves[1].finish()
+    bench.until(lambda: set(bench.outcomes) == {"long", "a", "b"})
+    assert isinstance(bench.outcomes["long"], EngineError | OutOfMemory)
+    assert (bench.outcomes["a"], bench.outcomes["b"]) == ("result of a", "result of b")
+    bench.until(lambda: bench.worker.busy is None)
 
 
 def test_a_wave_after_a_long_idle_time_is_no_hang(bench: Bench) -> None:

@@ -26,6 +26,8 @@ from widebeam.policies import BeamPlan, beam_plan
 
 DEFAULT_NEW_TOKENS = 128
 """Levels of a search that names none and has no catalog: SGLang's default."""
+MAX_LIKELY = 1 << 21
+"""Likely tokens of one answer, over all sequences and levels."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,13 @@ def admit(
             f"{limits.max_context_len}",
             code="context_too_long",
             param="input_ids",
+        )
+    if params.n * levels * params.top_logprobs > MAX_LIKELY:
+        raise InvalidRequest(
+            f"top_logprobs asks for {params.n} x {levels} x {params.top_logprobs} tokens, over the limit of "
+            f"{MAX_LIKELY}",
+            code="search_too_large",
+            param="top_logprobs",
         )
     greedy = params.policy is None and params.beam_width in (None, 1)
     stops, warnings = _stops(params, catalog, limits)
@@ -202,6 +211,10 @@ def _sampling(params: SearchParams, levels: int, catalog: Catalog | None, limits
     if catalog is not None or params.policy is not None or params.beam_width not in (None, 1):
         raise InvalidRequest(
             "sampling draws texts of one beam: no catalog, policy or beam_width over 1", param="sampling"
+        )
+    if params.return_beam_details:
+        raise InvalidRequest(
+            "return_beam_details is for beams and greedy texts: a drawn text has no beams", param="return_beam_details"
         )
     for token, bias in sampling.logit_bias.items():
         if token >= limits.vocab_size:

@@ -195,11 +195,11 @@ class Engine(Blocking):
         outcome = Cancelled.code
         try:
             async with asyncio.timeout(timeout):
-                if filters is None or await self._narrow(job, filters):
+                if filters is None or await self._narrow(job, filters, future):
                     self._worker.submit(job)
                     result = await future
                 else:
-                    result = no_result(search, warnings)
+                    result = no_result(search, warnings, (time.monotonic() - now) * 1e3)
             outcome = "ok"
             return result
         except RequestError as error:
@@ -214,11 +214,21 @@ class Engine(Blocking):
             del self._waiting[job]
             self._budgets.give_back(search, time.monotonic())
 
-    async def _narrow(self, job: Job, filters: Filters) -> bool:
-        """Keep a search to the items that filters allow, which are found off the event loop; whether there are any."""
+    async def _narrow(self, job: Job, filters: Filters, future: asyncio.Future[SearchResult]) -> bool:
+        """Keep a search to the items that filters allow, which are found off the event loop; whether there are any.
+
+        Raises what `future` gets meanwhile, at once: the search was aborted, or the engine died.
+        """
         search = job.search
         assert search.catalog is not None
-        mask, warnings = await asyncio.to_thread(allowed_items, search.catalog, filters)
+        finding = asyncio.create_task(asyncio.to_thread(allowed_items, search.catalog, filters))
+        try:
+            await asyncio.wait((finding, future), return_when=asyncio.FIRST_COMPLETED)
+            if future.done():
+                future.result()
+        finally:
+            finding.cancel()
+        mask, warnings = finding.result()
         job.warnings += warnings
         job.search = narrowed(search, mask)
         return mask.num_allowed > 0

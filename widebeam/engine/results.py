@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from widebeam.engine.request import SearchResult, Sequence, Timing
+from widebeam.engine.request import LevelBeams, SearchResult, Sequence, Timing
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
@@ -48,9 +48,9 @@ def rows_of(catalog: Catalog, sequence: Sequence, mask: ItemMask | None) -> Iter
     return itertools.islice(allowed, catalog.header.max_items_per_sid)
 
 
-def no_result(search: Search, warnings: list[str]) -> SearchResult:
+def no_result(search: Search, warnings: list[str], waited_ms: float) -> SearchResult:
     """What is found where nothing may be."""
-    catalog = search.catalog
+    catalog, details = search.catalog, search.return_beam_details
     return SearchResult(
         request_id=search.request_id,
         sequences=[],
@@ -58,9 +58,10 @@ def no_result(search: Search, warnings: list[str]) -> SearchResult:
         normalizer=search.normalizer,
         catalog=None if catalog is None else catalog.name,
         catalog_version=None if catalog is None else catalog.version,
-        timing_ms=Timing(queue=0.0, prefill=0.0, decode=0.0, total=0.0),
+        timing_ms=Timing(queue=waited_ms, prefill=0.0, decode=0.0, total=waited_ms),
         warnings=warnings,
         widths=search.widths,
+        levels=[LevelBeams(parents=[], token_ids=[], scores=[]) for _ in search.widths] if details else None,
     )
 
 

@@ -27,6 +27,8 @@ from widebeam.engine.wave import Wave
 
 ROWS_AT_ONCE = 64
 """Texts that are drawn together: each takes a few copies of a row of logits."""
+COLDEST = 1e-30
+"""Temperatures below count as this one, by which no logit overflows float32."""
 
 
 @dataclass
@@ -180,7 +182,7 @@ def _penalised(logits_DV: Tensor, own: Draws, request_D: Tensor, generated_DJ: T
 def _choose(bent_DV: Tensor, own: Draws, text_D: Tensor, level: int) -> Tensor:
     """Temperature, filters, noise; without a temperature the largest."""
     warm_D1 = own.temperature > 0
-    tempered_DV = bent_DV / torch.where(warm_D1, own.temperature, 1.0).float()
+    tempered_DV = bent_DV / torch.where(warm_D1, own.temperature.clamp_min(COLDEST), 1.0).float()
     kept_DV = filtered(tempered_DV, own.top_k, own.top_p, own.min_p)
     noise_DV = gumbel(own.seed, text_D[:, None], level, bent_DV.shape[1])
     return torch.where(warm_D1, kept_DV + noise_DV, bent_DV).argmax(-1)

@@ -157,7 +157,7 @@ class Scheduler:
         self._queue: list[Job] = []
         """What waits, oldest first."""
         self._held_up: list[Job] = []
-        """Those of the queue that are older than the head of the last wave."""
+        """Those of the queue that are older than the head of the last wave, or of a long one that goes on beside it."""
         self._cut_at = 0.0
         self._clean_waves = 0
         self.rows_limit = limits.rows
@@ -211,7 +211,11 @@ class Scheduler:
         self.waves_passing += bool(wave) and beside is not None
         for job in wave:
             job.waiting = False
-        self._held_up = self._queue[: self._queue.index(wave[0])] if wave else []
+        older = self._queue.index(wave[0]) if wave else 0
+        if beside is not None:  # the long wave goes on holding up whom it has held up so far
+            held_up = set(self._held_up)
+            older = max(older, sum(job in held_up for job in self._queue))
+        self._held_up = self._queue[:older]
         self._queue = [job for job in self._queue if job.waiting]
         self._cut_at = now
         return wave

@@ -108,6 +108,8 @@ class TraceCopy:
             levels.append(
                 LevelBeams(parents=parents.tolist(), token_ids=token[live].tolist(), scores=score[live].tolist())
             )
+        left_out = search.levels - 1 - len(levels)  # no beam was live any more
+        levels += [LevelBeams(parents=[], token_ids=[], scores=[]) for _ in range(left_out)]
         last = [(s, place) for s, place in zip(sequences, places, strict=True) if len(s.token_ids) == search.levels]
         depth = search.levels - 1
         levels.append(

@@ -78,6 +78,8 @@ class Worker:
         """Jobs of the waves that were launched and not delivered, oldest first."""
         self._prefilling = 0
         """How many of those waves have not left their prefill."""
+        self._cut: list[Job] = []
+        """Jobs of the wave that passes a long one next: no longer queued, and not launched."""
         self._stopping = threading.Event()
         self._progress_at = 0.0
         self._on_host = False
@@ -150,7 +152,7 @@ class Worker:
         for message in self._later:
             self._inbox.put(message)
         self._answer_if_ended()
-        left = [job for jobs in self._flying for job in jobs] + self.scheduler.clear()
+        left = [job for jobs in self._flying for job in jobs] + self._cut + self.scheduler.clear()
         if left:
             self._deliver([Outcome(job, self._end) for job in left])
 
@@ -196,10 +198,11 @@ class Worker:
                     self._note(message)
             now = time.monotonic()
             jobs = scheduler.next_wave(now)
-            if jobs:
-                if since is not None:
-                    scheduler.distributions.company_wait_seconds.add(now - since)
+            if jobs and since is not None:
+                scheduler.distributions.company_wait_seconds.add(now - since)
+            while jobs:
                 self._launch(runtime, jobs, reader)
+                jobs, self._cut = self._cut, []  # what was to pass a long wave that failed before
 
     @property
     def _has_room(self) -> bool:
@@ -238,17 +241,17 @@ class Worker:
     def _between(self, runtime: Runtime, jobs: list[Job], reader: Reader) -> Between:
         """What a wave of these jobs does between its pieces: let short ones pass."""
         held = self.scheduler.load(jobs)
-        next_wave: list[Job] = []
 
         def others_wait() -> bool:
             self._progress_at = time.monotonic()
             self._take_in()
-            next_wave[:] = self.scheduler.next_wave(time.monotonic(), held)
-            return bool(next_wave)
+            self._cut = self.scheduler.next_wave(time.monotonic(), held)
+            return bool(self._cut)
 
         def run_others() -> None:
             for more in reversed(range(PASSING)):
-                self._launch(runtime, list(next_wave), reader)
+                passing, self._cut = self._cut, []
+                self._launch(runtime, passing, reader)
                 if not (more and others_wait()):  # what is cut must be launched
                     return
 
