@@ -71,10 +71,6 @@ def plan_search(
         warnings = without_effect(fields, where)
     else:
         sampling = text_sampling(fields, vocab_size, where)
-    if beam_details and sampling is not None:
-        raise InvalidRequest(
-            "return_beam_details is for beams and greedy texts: a drawn text has no beams", param="return_beam_details"
-        )
     if fields.stop_strings and engine.tokenizer is None:
         raise InvalidRequest(
             f"{where}stop: the model has no tokenizer; use stop_token_ids", code="no_tokenizer", param=where + "stop"
