@@ -49,7 +49,7 @@ class TrieLevel(NamedTuple):
     terminal: Tensor  # bool [nodes]
     item_lo: Tensor  # int32 [nodes], the first item row below each node
     item_hi: Tensor  # int32 [nodes], one past the last
-    item_own: Tensor  # int32 [nodes], one past the last whose SID the node spells; empty unless SIDs differ in length
+    item_own: Tensor | None  # int32 [nodes], one past the last whose SID the node spells; where SIDs differ in length
     codebook: Tensor  # int64 [C], token ids
     head: Tensor  # [C, H], their rows of the output projection
 
@@ -77,14 +77,14 @@ class TrieLevel(NamedTuple):
     def is_terminal(self, node_M: Tensor, masks: Masks | None, mask_M: Tensor | None) -> Tensor:
         """Whether some allowed item's SID ends at the node, which is allowed."""
         ends_M = self.terminal[node_M]
-        if masks is None or mask_M is None or not self.item_own.shape[0]:
+        if masks is None or mask_M is None or self.item_own is None:
             return ends_M
         return ends_M & masks.any_among(mask_M, self.item_lo[node_M].long(), self.item_own[node_M].long())
 
     def has_children(self, node_M: Tensor, masks: Masks | None, mask_M: Tensor | None) -> Tensor:
         """Whether some allowed item's SID goes on below the node, which is allowed."""
         goes_on_M = self.first_child[node_M + 1] > self.first_child[node_M]
-        if masks is None or mask_M is None or not self.item_own.shape[0]:
+        if masks is None or mask_M is None or self.item_own is None:
             return goes_on_M
         return goes_on_M & masks.any_among(mask_M, self.item_own[node_M].long(), self.item_hi[node_M].long())
 
@@ -106,8 +106,8 @@ class DeviceTrie:
         self.code = put(index.code.astype(np.int32))
         self.terminal = put(index.num_terminal > 0)
         self.item_lo, self.item_hi = put(index.item_lo.astype(np.int32)), put(index.item_hi.astype(np.int32))
-        own = index.item_lo + index.num_terminal if index.mixed_depth else np.zeros(0)
-        self.item_own = put(own.astype(np.int32))
+        own = index.item_lo + index.num_terminal
+        self.item_own = put(own.astype(np.int32)) if index.mixed_depth else None
         self.codebooks = [put(tokens.astype(np.int64)) for tokens in catalog.level_token_ids]
         self.heads = [head_VH[codes] for codes in self.codebooks]
 
@@ -116,7 +116,7 @@ class DeviceTrie:
         return TrieLevel(*self.nodes, self.codebooks[level], self.heads[level])
 
     @property
-    def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """The arrays that all levels share."""
         return (self.first_child, self.code, self.terminal, self.item_lo, self.item_hi, self.item_own)
 

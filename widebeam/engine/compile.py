@@ -128,5 +128,6 @@ def keep_trie_in_place(trie: DeviceTrie) -> None:
     """The same for a catalog version's nodes and masks. Its heads and codebooks, which differ by level, are copied."""
     for room in (trie.words_FW, trie.before_FW):
         torch._dynamo.mark_static(room)
-    for array in [*trie.nodes, trie.words_FW, trie.before_FW]:
+    arrays = [*trie.nodes, trie.words_FW, trie.before_FW]
+    for array in [array for array in arrays if array is not None]:
         torch._dynamo.mark_static_address(array, guard=False)
