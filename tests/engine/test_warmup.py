@@ -110,7 +110,8 @@ def make_catalog(sizes: list[int], items: int, seed: int) -> Any:
     codes = np.stack([rng.integers(0, size, items + sizes[0]) for size in sizes], axis=1).astype(np.int32)
     codes[: sizes[0], 0] = np.arange(sizes[0])
     index, _ = CatalogIndex.build(codes)
-    return SimpleNamespace(index=index, depth=len(sizes), level_token_ids=[np.arange(size) for size in sizes])
+    tokens = [np.arange(size) for size in sizes]
+    return SimpleNamespace(index=index, depth=len(sizes), level_token_ids=tokens, num_items=index.num_items)
 
 
 def catalogs(deepest: int) -> st.SearchStrategy[Any]:

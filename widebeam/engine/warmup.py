@@ -13,10 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.filters import ItemMask
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.shapes import LEAST_ROWS, context_splits, rung, token_rung
-from widebeam.engine.wave import Search, bound_widths, join_factor
+from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
 
 TIMES = 2
 LEVELS = 3
@@ -86,13 +87,18 @@ def may_run(searches: list[Search], limits: WaveLimits) -> bool:
 def catalog_waves(
     limits: WaveLimits, widest: int, vocab_size: int, catalog: Catalog, normalizers: tuple[Normalizer, ...]
 ) -> Iterator[list[Search]]:
-    """Waves over a catalog, which meet every rung of rows that it can fill, for each of the normalisers."""
+    """Waves over a catalog, which meet every rung of rows that it can fill, for each of the normalisers; and one with
+    filters, so that what they need is compiled."""
     widest, levels = min(widest, vocab_size), (catalog.depth,)
     filled = wave(widest, widest, 1, vocab_size, levels=levels, catalog=catalog)[0].rows
     for size in row_sizes(limits, filled, catalog.depth):
         searches = wave(size, filled, 1, vocab_size, levels=levels, catalog=catalog)
         if may_run(searches, limits):
             yield from ([replace(search, normalizer=name) for search in searches] for name in normalizers)
+    one = wave(1, 1, 1, vocab_size, levels=levels, catalog=catalog)
+    if may_run(one, limits):
+        mask = ItemMask.everything(catalog.num_items)
+        yield [replace(narrowed(search, mask), normalizer=normalizers[0]) for search in one]
 
 
 def wave(
