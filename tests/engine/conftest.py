@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +36,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+async def engine(checkpoint: Path, catalog_file: Path) -> AsyncIterator[Engine]:
+    """Over the tiny model and its catalog; wide enough for beams that hold everything."""
+    async with Engine(
+        str(checkpoint), catalog=str(catalog_file), device="cpu", max_wave_rows=512, max_beam_width=256
+    ) as engine:
+        yield engine

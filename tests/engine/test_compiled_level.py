@@ -26,7 +26,7 @@ from widebeam.engine.scheduler import Job
 from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
-from widebeam.policies import BeamPlan
+from widebeam.policies import LevelPlan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,7 +110,7 @@ def test_rarer_forms_trace_whole_and_give_the_same(traced: tuple[Runtime, Catalo
                 first.search, ItemMask.of_rows(np.arange(0, catalog.num_items, 3), catalog.num_items)
             )
         if kind in ("policies", "all of a catalog's"):
-            second.search = replace(second.search, plan=BeamPlan((), margin=1.5, mass=0.8, floor=2))
+            second.search = replace(second.search, plan=LevelPlan((), margin=1.5, mass=0.8, floor=2))
         if kind == "suppressed":
             second.search = replace(second.search, special_token_ids=(0, 1, 2, 3))
         outcomes = runtime.run([first, second])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,6 @@ from widebeam.errors import InvalidRequest
 from widebeam.policies import PolicySpec
 
 EPS = 1e-4
-
-
-@pytest.fixture(scope="module")
-async def engine(checkpoint: Path, catalog_file: Path) -> AsyncIterator[Engine]:
-    async with Engine(
-        str(checkpoint), catalog=str(catalog_file), device="cpu", max_wave_rows=512, max_beam_width=256
-    ) as engine:
-        yield engine
 
 
 async def draw(engine: Engine, prompt: list[int], n: int = 1, tokens: int = 6, **fields: Any) -> SearchResult:
@@ -217,7 +208,10 @@ async def test_different_lengths_share_a_wave(checkpoint: Path, engine: Engine) 
         ({"policy": PolicySpec(name="scheduled", widths=(2,) * 6)}, "sampling"),
         ({"min_new_tokens": 7}, "min_new_tokens"),
         ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
-        ({"logit_bias": {3: math.nan}}, "logit_bias"),
+        ({"logit_bias": {3: math.nan}}, "sampling.logit_bias.3"),
+        ({"temperature": math.nan}, "sampling.temperature"),
+        ({"policy": PolicySpec(name="nucleus", mass=math.nan)}, "policy.mass"),
+        ({"policy": PolicySpec(name="score_margin", margin=math.inf)}, "policy.margin"),
         ({"n": 300}, "n"),
         ({"n": 256, "tokens": 128, "top_logprobs": 128}, "top_logprobs"),
         ({"return_beam_details": True}, "return_beam_details"),

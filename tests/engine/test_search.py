@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ EPS = 1e-5
 """Largest difference of a score, and so of the order, from float64."""
 MARGIN = 2e-5
 """Cuts closer than this are left out: rounding may take either side."""
-
-
-@pytest.fixture(scope="module")
-async def engine(checkpoint: Path, catalog_file: Path) -> AsyncIterator[Engine]:
-    async with Engine(
-        str(checkpoint), catalog=str(catalog_file), device="cpu", max_wave_rows=512, max_beam_width=256
-    ) as engine:
-        yield engine
-        await engine.check_integrity()
 
 
 def items_of(catalog: Catalog) -> set[Prefix]:

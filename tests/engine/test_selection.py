@@ -21,7 +21,7 @@ from widebeam.constraints.filters import ItemMask
 from widebeam.engine import scoring
 from widebeam.engine.selection import compact
 from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
-from widebeam.policies import BeamPlan
+from widebeam.policies import LevelPlan
 
 VOCAB = 12
 
@@ -210,7 +210,7 @@ def test_filters_act_inside_the_search(
         assert_identical(returned, wanted)
 
 
-def staying(plan: BeamPlan) -> Any:
+def staying(plan: LevelPlan) -> Any:
     """How many beams go on, written as the policies describe it."""
 
     def stay(scores: list[float]) -> int:
@@ -229,8 +229,12 @@ def staying(plan: BeamPlan) -> Any:
 @given(
     plans=st.lists(
         st.none()
-        | st.builds(BeamPlan, st.just(()), margin=st.sampled_from([0.0, 0.7, 2.3, 5.1]), floor=st.integers(1, 4))
-        | st.builds(BeamPlan, st.just(()), mass=st.sampled_from([0.05, 0.31, 0.77, 0.96]), floor=st.integers(1, 4)),
+        | st.tuples(st.sampled_from([0.0, 0.7, 2.3, 5.1]), st.integers(1, 4)).map(
+            lambda drawn: LevelPlan((), margin=drawn[0], floor=drawn[1])
+        )
+        | st.tuples(st.sampled_from([0.05, 0.31, 0.77, 0.96]), st.integers(1, 4)).map(
+            lambda drawn: LevelPlan((), mass=drawn[0], floor=drawn[1])
+        ),
         min_size=1,
         max_size=4,
     ),
@@ -240,7 +244,7 @@ def staying(plan: BeamPlan) -> Any:
     data=st.data(),
 )
 def test_beams_that_policies_give_up(
-    plans: list[BeamPlan | None], kind: str, items: set[Prefix], seed: int, data: st.DataObject
+    plans: list[LevelPlan | None], kind: str, items: set[Prefix], seed: int, data: st.DataObject
 ) -> None:
     """Each request by its own policy, or none, in one wave."""
     catalog = make_catalog(items) if kind == "catalog" else None

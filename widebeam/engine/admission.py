@@ -22,7 +22,7 @@ from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import rung
 from widebeam.engine.wave import Search, bound_widths, join_factor
 from widebeam.errors import InvalidRequest
-from widebeam.policies import BeamPlan, beam_plan
+from widebeam.policies import LevelPlan, level_plan
 
 DEFAULT_NEW_TOKENS = 128
 """Levels of a search that names none and has no catalog: SGLang's default."""
@@ -50,14 +50,22 @@ class Limits:
 
 def make_params(fields: dict[str, Any]) -> SearchParams:
     """SearchParams from plain values, with every declared bound enforced. Raises InvalidRequest."""
-    penalty = fields.get("length_penalty", 1.0)
-    if isinstance(penalty, float) and not math.isfinite(penalty):  # NaN passes every comparison of a bound
-        raise InvalidRequest("length_penalty must be a finite number", param="length_penalty")
+    if place := _not_finite(fields):  # NaN passes every comparison of a bound
+        raise InvalidRequest(f"{place} must be a finite number", param=place)
     try:
         return msgspec.convert(fields, SearchParams)
     except msgspec.ValidationError as error:
         field = re.search(r"`\$\.([\w.]+)", str(error))
         raise InvalidRequest(str(error), param=field[1] if field else None) from None
+
+
+def _not_finite(value: Any, place: str = "") -> str:
+    """Where a number is NaN or infinite, as a path; empty if none is."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else place
+    if not isinstance(value, dict):
+        return ""
+    return next((found for key, one in value.items() if (found := _not_finite(one, f"{place}.{key}".strip(".")))), "")
 
 
 def admit(
@@ -157,11 +165,11 @@ def _levels(params: SearchParams, catalog: Catalog | None, limits: Limits) -> in
     return wanted or min(DEFAULT_NEW_TOKENS, limits.config.max_levels)
 
 
-def _plan(params: SearchParams, levels: int, catalog: Catalog | None, limits: Limits) -> BeamPlan:
+def _plan(params: SearchParams, levels: int, catalog: Catalog | None, limits: Limits) -> LevelPlan:
     if params.sampling is not None:
-        plan, param = BeamPlan((params.n,) * levels), "n"
+        plan, param = LevelPlan((params.n,) * levels), "n"
     else:
-        plan = beam_plan(params.policy, levels, params.beam_width)
+        plan = level_plan(params.policy, levels, params.beam_width)
         param = "beam_width" if params.policy is None or params.policy.widths is None else "policy.widths"
     widest, limit = max(plan.widths), limits.config.max_beam_width
     if widest > limit:
@@ -216,15 +224,13 @@ def _sampling(params: SearchParams, levels: int, catalog: Catalog | None, limits
         raise InvalidRequest(
             "return_beam_details is for beams and greedy texts: a drawn text has no beams", param="return_beam_details"
         )
-    for token, bias in sampling.logit_bias.items():
+    for token in sampling.logit_bias:
         if token >= limits.vocab_size:
             raise InvalidRequest(
                 f"logit_bias names token {token}, outside the vocabulary of {limits.vocab_size}",
                 code="token_out_of_vocabulary",
                 param="logit_bias",
             )
-        if not math.isfinite(bias):
-            raise InvalidRequest(f"logit_bias of token {token} must be a finite number", param="logit_bias")
     if sampling.min_new_tokens > levels:
         raise InvalidRequest(
             f"min_new_tokens is {sampling.min_new_tokens}, but only {levels} are to be generated",

@@ -15,7 +15,7 @@ import numpy as np
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import Normalizer, Sampling
 from widebeam.engine.shapes import LevelShape, candidate_rung, context_splits, depth_rung, request_rung, rung
-from widebeam.policies import BeamPlan
+from widebeam.policies import LevelPlan
 
 if TYPE_CHECKING:
     from widebeam.constraints.filters import ItemMask
@@ -49,7 +49,7 @@ class Search:
     """Never to be generated."""
     mask: ItemMask | None = None
     """Items of the catalog that it allows; None: all."""
-    plan: BeamPlan | None = None
+    plan: LevelPlan | None = None
     """Its policy, if that gives up beams for which there is room."""
     top_logprobs: int = 0
     return_beam_details: bool = False
@@ -138,7 +138,7 @@ class Wave:
         plans = [search.plan for search in self.searches]
         if not any(plans):
             return {}
-        every = [plan or BeamPlan(()) for plan in plans] + [BeamPlan(())] * (self.requests + 1 - len(plans))
+        every = [plan or LevelPlan(()) for plan in plans] + [LevelPlan(())] * (self.requests + 1 - len(plans))
         return {
             "margin_B1": np.array([plan.margin for plan in every], dtype=np.float64),
             "mass_B1": np.array([plan.mass if plan.mass < 1 else np.inf for plan in every], dtype=np.float64),

@@ -113,7 +113,7 @@ async def run_plan(
     if plan.fill_context and catalog is None:
         room = min(engine.config.max_levels, engine.max_context_len - len(prompt_ids))
         params = msgspec.structs.replace(params, max_new_tokens=max(1, room))
-    result = await engine.submit(prompt_ids, params)  # takes the catalog before it first waits: the same version
+    result = await engine.submit(prompt_ids, params, catalog=catalog)
 
     def spell() -> tuple[SearchResult, T]:
         spelling = Spelling(engine.tokenizer, plan.fields)

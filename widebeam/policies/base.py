@@ -29,7 +29,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """score_margin, nucleus: so many beams go on in any case. None: one."""
 
 
-class BeamPlan(NamedTuple):
+class LevelPlan(NamedTuple):
     """What a search does at each level."""
 
     widths: tuple[int, ...]
@@ -44,7 +44,7 @@ class BeamPlan(NamedTuple):
         return self.margin < math.inf or self.mass < 1
 
 
-Policy = Callable[[PolicySpec, int, int | None], BeamPlan]
+Policy = Callable[[PolicySpec, int, int | None], LevelPlan]
 """(spec, levels, beam_width) -> the plan, with `levels` widths. Raises InvalidRequest."""
 
 POLICIES: Registry[Policy] = Registry("policy")
@@ -61,7 +61,7 @@ USED = {
 """Fields that our own policies look at; the others are refused for them."""
 
 
-def beam_plan(spec: PolicySpec | None, levels: int, beam_width: int | None) -> BeamPlan:
+def level_plan(spec: PolicySpec | None, levels: int, beam_width: int | None) -> LevelPlan:
     """The plan for so many levels. Raises InvalidRequest."""
     spec = spec or PolicySpec(name="fixed")
     try:

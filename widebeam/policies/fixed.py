@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from widebeam.policies.base import BeamPlan, PolicySpec, widths_of
+from widebeam.policies.base import LevelPlan, PolicySpec, widths_of
 
 
-def fixed(spec: PolicySpec, levels: int, beam_width: int | None) -> BeamPlan:
+def fixed(spec: PolicySpec, levels: int, beam_width: int | None) -> LevelPlan:
     """`beam_width` at every level; 1 where the request names none."""
-    return BeamPlan(widths_of(spec, levels, beam_width))
+    return LevelPlan(widths_of(spec, levels, beam_width))
