@@ -173,6 +173,7 @@ class FlashInferContext:
             indices.pin_memory().to(backend.device, non_blocking=True),
             torch.tensor(last, dtype=torch.int32),
             *backend.heads, backend.page_size, causal=False, q_data_type=backend.dtype, kv_data_type=backend.dtype,
+            max_token_per_sequence=max(rows),  # else it is looked for in Python
         )  # fmt: skip
         event.record()
 
