@@ -1,8 +1,9 @@
 """Warm-up meets every graph that later waves need, and runs inside small pools.
 
-Some waves still need graphs that warm-up did not meet, which costs time once and counts as a fallback. None of those
-that are drawn here is of these kinds:
+Some waves still need graphs that warm-up did not meet, which costs time once and is counted. None of those that are
+drawn here is of these kinds:
 
+- more than 8192 prompt tokens;
 - without a catalog, one token or more than eight; stop tokens in some requests only, if numbers of tokens differ or
   those with stop tokens are greedy text;
 - over a catalog, the normalisers `legal` and `vocab` (met with --warmup full); more sequences to return than it has;
@@ -37,10 +38,11 @@ from tests.engine.warm_waves import (
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.index import CatalogIndex
 from widebeam.engine import warmup
-from widebeam.engine.compile import PADDED_TOKENS, compiled_programs
+from widebeam.engine.compile import compiled_programs
 from widebeam.engine.memory import least_sizes
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Load, WaveLimits
+from widebeam.engine.shapes import COMMON_TOKENS
 from widebeam.engine.wave import Search
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
@@ -60,7 +62,7 @@ class Setting:
     longest: int
 
     def waves(self, catalog: Any = None) -> Iterator[list[Search]]:
-        yield from warmup.waves(self.limits, self.widest, self.vocab_size, self.longest, PADDED_TOKENS)
+        yield from warmup.waves(self.limits, self.widest, self.vocab_size, self.longest, COMMON_TOKENS)
         if catalog is not None:
             yield from warmup.catalog_waves(self.limits, self.widest, self.vocab_size, catalog, ("level",))
 

@@ -11,11 +11,11 @@ import torch
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
-from widebeam.engine.compile import PADDED_TOKENS, Made
+from widebeam.engine.compile import Made
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Load, WaveLimits
 from widebeam.engine.search import prompt_groups
-from widebeam.engine.shapes import token_rung
+from widebeam.engine.shapes import COMMON_TOKENS, token_rung
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
 from widebeam.model.config import load_model_config
 
@@ -100,7 +100,7 @@ def graph_keys(searches: list[Search], limits: WaveLimits) -> set[Hashable]:
     keys: set[Hashable] = set()
     for _, group in prompt_groups(wave.searches):
         tokens = token_rung(sum(search.num_tokens for search in group))
-        if tokens <= PADDED_TOKENS:
+        if tokens <= COMMON_TOKENS:
             keys.add(("prompts", wave.requests, tokens))
     num_levels = len(wave.arrays()["widths_LB1"])
     for level, shape in enumerate(wave.shapes):

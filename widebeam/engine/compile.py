@@ -1,8 +1,7 @@
 """How the device functions are compiled: every option in one place.
 
 Each function is compiled once, for any size, and CUDA-graph trees capture it for each size that comes: capturing takes
-a fraction of a second, compiling many. Prompts of many tokens run uncompiled: their kernels are ours or a library's
-already, and take longer than launching them. Nothing here changes what a search returns.
+a fraction of a second, compiling many. Nothing here changes what a search returns.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -19,14 +19,16 @@ from torch import Tensor
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
+from widebeam.engine.shapes import GROUP_TOKENS
 from widebeam.engine.state import PackedPrompts
 from widebeam.engine.step import forward_rows, prompt_body, prompt_last
 from widebeam.model.layers import Stream
 
 EAGER = Programs(prompt_body, prompt_last, forward_rows, advance)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
-PADDED_TOKENS = 8192
-"""Up to here a layer's kernels may take an H200 less time than a host takes to launch them, about a millisecond."""
+PADDED_TOKENS = GROUP_TOKENS
+"""A longer prompt, which is a group of its own, runs uncompiled: a host launches a layer in a millisecond, the device
+needs four."""
 VARIANTS = 512
 """Forms of one function that may be compiled: finishing or not, stop tokens or not, or one for each size if tuned."""
 
@@ -39,8 +41,9 @@ def graphed(function: Program) -> Program:
 
 
 def tuned(function: Program) -> Program:
-    """Compiled for each size, with the fastest product of several for each, if it holds the network's products."""
-    if function not in (kept_body, forward_rows):
+    """What levels run through the network: compiled for each size, with the fastest of several products. For prompts
+    cuBLAS' own choice was the fastest wherever it was measured."""
+    if function is not forward_rows:
         return graphed(function)
     return torch.compile(_own(function), mode="max-autotune", fullgraph=True, dynamic=False)
 
@@ -100,6 +103,13 @@ def made_so_far(device: torch.device) -> Made:
     manager = cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
     captured = sum(len(nodes) for nodes in manager.roots.values()) if manager is not None else 0
     return Made(counters["stats"]["unique_graphs"], captured, counters["inductor"]["cudagraph_skips"])
+
+
+def captured_at_once() -> AbstractContextManager[None]:
+    """Graph trees run what they capture once before, for each size, so that all its kernels are loaded. Within this
+    they do not, which is for functions that have run in another size."""
+    patched: AbstractContextManager[None] = torch._inductor.config.patch({"triton.skip_cudagraph_warmup": True})
+    return patched
 
 
 def kept_body(core: Core, prompts: PackedPrompts, plan: int) -> None:

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from widebeam.engine.compile import (
     EAGER,
     PADDED_TOKENS,
     Made,
+    captured_at_once,
     compiled_programs,
     graphed,
     keep_trie_in_place,
@@ -32,9 +33,9 @@ from widebeam.engine.flight import Flight
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
-from widebeam.engine.search import ALONE, GROUP_TOKENS, Between, launch_wave
-from widebeam.engine.shapes import request_rung
-from widebeam.engine.startup import choose_device, choose_dtype, make_backend
+from widebeam.engine.search import ALONE, Between, launch_wave
+from widebeam.engine.shapes import COMMON_TOKENS, GROUP_TOKENS, request_rung
+from widebeam.engine.startup import choose_device, choose_dtype, make_backend, spare_cublas_workspace
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import ConfigError, OutOfMemory
@@ -56,9 +57,13 @@ class Runtime:
         self.device = choose_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            spare_cublas_workspace()
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
         self._made: Made | None = None
         self._told = False
+        self._forms: set[Hashable] = set()
+        self.late_graphs = 0
+        """Graphs captured after warm-up, for sizes that it did not meet."""
         self._model_config = model_config
         self._max_context_len = max_context_len
         self._tries: weakref.WeakKeyDictionary[Catalog, DeviceTrie] = weakref.WeakKeyDictionary()
@@ -107,8 +112,8 @@ class Runtime:
         if self._compiles:
             self.core.programs = compiled_programs(self.core, tuned if config.warmup == "full" else graphed)
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
-        vocab_size, padded = model_config.vocab_size, self.core.programs.padded_tokens
-        self._warm_up(warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, padded))
+        vocab_size = model_config.vocab_size
+        self._warm_up(warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, COMMON_TOKENS))
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
@@ -152,24 +157,33 @@ class Runtime:
         if not self._compiles or self.config.warmup == "none":
             return
         started, self._made = time.perf_counter(), None
-        count = 0
+        planned = list(waves)
         for searches in tqdm(
-            list(waves), desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
+            planned, desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
         ):
-            for _ in range(warmup.TIMES):
-                self.run([Job(search, time.monotonic(), None) for search in searches])
-            count += 1
+            forms = warmup.forms(Wave(searches, self.config.max_wave_rows))
+            jobs = [Job(search, time.monotonic(), None) for search in searches]
+            if not forms <= self._forms:
+                self._forms |= forms
+                self.run(jobs)
+            with captured_at_once():
+                self.run(jobs)
         self._made = made_so_far(self.device)
-        log.info("warm-up: %d waves in %.1f s, %s", count, time.perf_counter() - started, self._made)
+        log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
 
     def _note_what_was_made(self) -> None:
-        """Count and log graphs that were compiled or captured although warm-up was over."""
+        """Count graphs that were compiled or captured although warm-up was over, and log the first of the former.
+
+        Compiling takes seconds and is a fallback; capturing takes about as long as the wave, once for its sizes.
+        """
         if self._made is None or (made := made_so_far(self.device)) == self._made:
             return
-        self.fallbacks += made.compiled + made.captured + made.skipped - sum(self._made)
-        if not self._told:
-            log.warning("a wave had a shape that warm-up did not meet, which costs time once: %s", made)
-        self._told, self._made = True, made
+        self.late_graphs += made.captured - self._made.captured
+        fallbacks = made.compiled + made.skipped - self._made.compiled - self._made.skipped
+        if fallbacks and not self._told:
+            log.warning("a wave had a form that warm-up did not meet, which costs seconds once: %s", made)
+            self._told = True
+        self.fallbacks, self._made = self.fallbacks + fallbacks, made
 
     def launch(self, jobs: list[Job], stopping: Callable[[], bool] = lambda: False, between: Between = ALONE) -> Flight:
         """Start one wave, without waiting for it.

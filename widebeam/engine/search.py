@@ -20,7 +20,7 @@ from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
 from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
-from widebeam.engine.shapes import token_rung
+from widebeam.engine.shapes import GROUP_TOKENS, token_rung
 from widebeam.engine.staging import HostCopy, to_device
 from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.engine.step import prompt_body, prompt_last
@@ -29,8 +29,6 @@ from widebeam.engine.wave import Search, Wave
 
 PIECE = 8
 """Levels that are launched without a look at what else there is."""
-GROUP_TOKENS = 20_480
-"""Prompt tokens that go through the network together."""
 
 
 class Between(NamedTuple):

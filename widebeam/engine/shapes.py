@@ -15,6 +15,10 @@ from widebeam.engine.request import Normalizer
 LEAST_ROWS = 16
 REQUEST_RUNGS = (16, 64, 256)
 DEPTH_RUNGS = (8, 32, 128, 512)
+GROUP_TOKENS = 20_480
+"""Prompt tokens that go through the network together."""
+COMMON_TOKENS = 8192
+"""Up to here there are few numbers of prompt tokens, whose graphs `--warmup fast` captures."""
 
 
 class LevelShape(NamedTuple):
@@ -60,8 +64,9 @@ def candidate_rung(size: int) -> int:
 
 
 def token_rung(tokens: int) -> int:
-    """The next number of prompt tokens that a graph is captured for: steps of a sixteenth at most, or 128."""
-    step = max(128, 1 << max(0, (tokens - 1).bit_length() - 4))
+    """The next number of prompt tokens that a graph is captured for: steps of a sixteenth at most, or 128; and of 128
+    beyond COMMON_TOKENS, where each token more costs most."""
+    step = max(128, 1 << max(0, (tokens - 1).bit_length() - 4)) if tokens <= COMMON_TOKENS else 128
     return -(-tokens // step) * step
 
 

@@ -108,6 +108,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     out_of_memory: int
     fallbacks: int
     """Slower ways taken than the device has, such as attention in plain PyTorch on a GPU."""
+    late_graphs: int
+    """Graphs captured after warm-up, for sizes that it did not meet."""
     waves_on_device: int
     """Launched and not delivered; one runs, one may lie behind it."""
     beam_rows_in_use: int
@@ -154,6 +156,7 @@ def engine_stats(
         jobs_dropped=scheduler.jobs_dropped,
         out_of_memory=worker.out_of_memory,
         fallbacks=runtime.fallbacks,
+        late_graphs=runtime.late_graphs,
         waves_on_device=len(on_device),
         beam_rows_in_use=sum(load.rows for load in on_device),
         context_pages_in_use=sum(load.pages for load in on_device),

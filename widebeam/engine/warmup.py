@@ -1,13 +1,13 @@
 """What runs before the first request, so that nothing is compiled or captured while users wait.
 
 The ladder has few dimensions (see shapes.py): rows, prompt tokens of short waves, whether contexts are cut, whether
-stop tokens count. Waves of made-up prompts walk through all of them; each runs twice, since a graph is captured the
-second time. Every one of them is a wave that the scheduler may form. Imports no torch.
+stop tokens count. Waves of made-up prompts walk through all of them. Every one of them is a wave that the scheduler may
+form. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +17,8 @@ from widebeam.constraints.filters import ItemMask
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.shapes import LEAST_ROWS, context_splits, rung, token_rung
-from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
+from widebeam.engine.wave import Search, Wave, bound_widths, join_factor, narrowed
 
-TIMES = 2
 LEVELS = 3
 """A first level, one between and a last one."""
 LONG = 2048
@@ -49,9 +48,17 @@ def row_sizes(limits: WaveLimits, widest: int, levels: int) -> list[int]:
     return [size for size in least if size <= limits.requests * widest]
 
 
-def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int, padded_tokens: int) -> Iterator[list[Search]]:
+def forms(wave: Wave) -> set[Hashable]:
+    """What is compiled for a wave: all that makes one form of `advance` another, level by level. A wave of known forms
+    needs only graphs for its sizes."""
+    masked = any(search.mask is not None for search in wave.searches)
+    name = None if wave.catalog is None else (wave.catalog.name, wave.catalog.version)
+    return {(name, masked, shape.normalizer, shape.finishing, shape.stops, shape.rows_out > 0) for shape in wave.shapes}
+
+
+def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int, tokens: int) -> Iterator[list[Search]]:
     """Waves over any token, which meet every rung of rows with and without stop tokens, and where some searches end
-    before others; between them every rung of tokens; contexts that are cut; and greedy text."""
+    before others; between them every rung of prompt tokens up to `tokens`; contexts that are cut; and greedy text."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
     rows = row_sizes(limits, widest, LEVELS)
     if not rows:
@@ -59,12 +66,12 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int, padded
 
     def candidates() -> Iterator[list[Search]]:
         shared = min(limits.tokens, min(limits.requests, limits.rows) * longest)
-        tokens = token_rungs(min(padded_tokens, shared))
-        for place in range(max(len(rows), len(tokens))):
-            size, total = rows[min(place, len(rows) - 1)], tokens[min(place, len(tokens) - 1)]
+        totals = token_rungs(min(tokens, shared))
+        for place in range(max(len(rows), len(totals))):
+            size, total = rows[min(place, len(rows) - 1)], totals[min(place, len(totals) - 1)]
             searches = wave(size, widest, total, vocab_size, longest=longest)
             yield searches if may_run(searches, limits) else wave(size, widest, 1, vocab_size)
-        for total in token_rungs(min(padded_tokens, longest)):
+        for total in token_rungs(min(tokens, longest)):
             if total > shared:
                 yield wave(1, 1, total, vocab_size)
         for size in rows:

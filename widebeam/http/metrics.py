@@ -35,6 +35,7 @@ _COUNTERS = {
     "jobs_dropped": ("jobs_dropped", None, "Searches that left the queue without running: cancelled or too late"),
     "out_of_memory": ("out_of_memory", None, "Waves that ran out of the device's memory"),
     "fallbacks": ("fallbacks", None, "Slower ways taken than the device has"),
+    "late_graphs": ("late_graphs", None, "Graphs captured after warm-up, for sizes that it did not meet"),
 }
 """Metric: field of the engine's statistics, what its keys are if it is a table, and the help text."""
 _GAUGES = {

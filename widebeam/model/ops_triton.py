@@ -257,7 +257,8 @@ def merge_beams(
     _merge_beams[(R,)](
         q.contiguous(), out.contiguous(), lse.contiguous(), k_pool, v_pool, slots.contiguous(), seen, scale,
         lse_scale, merged, row_scale, R, slots.shape[1], _slot_stride(k_pool), _slot_stride(v_pool),
-        out.shape[0] // R, Q, k_pool.shape[1], D, BLOCK, quantize, num_warps=_warps(BLOCK * D, each=8, most=16), **_early(),
+        out.shape[0] // R, Q, k_pool.shape[1], D, BLOCK, quantize, num_warps=_warps(BLOCK * D, each=8, most=16),
+        **_early(),
     )  # fmt: skip
     return merged, row_scale
 
