@@ -50,7 +50,7 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     core = Core(model, None, None, state, None, None)  # type: ignore[arg-type]
     trie = DeviceTrie(catalog, model.head_VH, len(searches)) if catalog is not None else None
     data = wave_data(wave, vocab_size, device, trie)
-    state.start(data.num_requests, wave.requests)
+    state.start(torch.tensor(len(searches)), wave.requests)
     for level, shape in enumerate(wave.shapes):
         for row in range(shape.rows_in):
             request = int(state.request_R[row])

@@ -55,7 +55,6 @@ def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, between: Betwee
     data = wave_data(wave, core.model.config.vocab_size, device, trie)
     trace = Trace(core, wave, data) if wave.top_logprobs or wave.return_beam_details else None
     select = selection(core, wave, data, trie, trace)
-    core.state.start(data.num_requests, wave.requests)
     select(0)
     clock.mark()
     cut_short = launch_levels(core, wave, data, select, between)
@@ -117,7 +116,7 @@ def launch_prompts(core: Core, wave: Wave) -> None:
     """
     programs, device = core.programs, core.state.level.device
     for first, searches in prompt_groups(wave.searches):
-        prompts = PackedPrompts(**to_device(prompt_arrays(core, wave.requests, first, searches), device))
+        prompts = PackedPrompts(**to_device(prompt_arrays(core, wave, first, searches), device))
         rows, lengths = len(prompts.tokens_T), [search.num_tokens for search in searches]
         graphed = rows <= programs.padded_tokens
         body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
@@ -140,11 +139,12 @@ def prompt_groups(searches: list[Search]) -> Iterator[tuple[int, list[Search]]]:
     yield first, searches[first:]
 
 
-def prompt_arrays(core: Core, requests: int, first: int, searches: list[Search]) -> dict[str, np.ndarray]:
-    """The fields of PackedPrompts, padded to a rung if a graph is to replay them. `first`: the first one's row."""
+def prompt_arrays(core: Core, wave: Wave, first: int, searches: list[Search]) -> dict[str, np.ndarray]:
+    """The fields of PackedPrompts for a group of the wave's searches, the first of which has row `first`; padded to a
+    rung if a graph is to replay them."""
     slots = [core.context.slots(search.lease) for search in searches if search.lease]
     lengths = [search.num_tokens for search in searches]
-    total, absent = sum(lengths), [0] * (requests - len(searches))
+    total, absent = sum(lengths), [0] * (wave.requests - len(searches))
     rows = token_rung(total) if token_rung(total) <= core.programs.padded_tokens else total
 
     def packed(parts: list[np.ndarray]) -> np.ndarray:
@@ -158,6 +158,7 @@ def prompt_arrays(core: Core, requests: int, first: int, searches: list[Search])
         "last_B": np.array([*(np.cumsum(lengths) - 1), *absent], dtype=np.int64),
         "last_slot_B": np.array([*(slot[-1] for slot in slots), *absent], dtype=np.int64),
         "row_B": np.array([*range(first, first + len(searches)), *(spare for _ in absent)], dtype=np.int64),
+        "num_requests": np.array(len(wave.searches), dtype=np.int64),
     }
 
 

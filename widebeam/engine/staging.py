@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,11 +24,13 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
     for array, room in zip(arrays.values(), rooms, strict=True):
         view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         start += room
-    parts = host.to(device, non_blocking=True).split(rooms)
-    return {
-        name: part[: array.nbytes].view(DTYPES[array.dtype]).view(array.shape)
-        for (name, array), part in zip(arrays.items(), parts, strict=True)
-    }
+    buffer, start, staged = host.to(device, non_blocking=True), 0, {}
+    of_dtype = {dtype: buffer.view(dtype) for dtype in {DTYPES[array.dtype] for array in arrays.values()}}
+    for (name, array), room in zip(arrays.items(), rooms, strict=True):
+        strides = [math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)]
+        staged[name] = of_dtype[DTYPES[array.dtype]].as_strided(array.shape, strides, start // array.itemsize)
+        start += room
+    return staged
 
 
 class HostCopy:

@@ -77,15 +77,15 @@ class BeamState:
             path=zeros(rows, columns, dtype=torch.int32),
         )
 
-    def start(self, num_requests_B: Tensor, requests: int) -> None:
+    def start(self, num_requests: Tensor, requests: int) -> None:
         """Make one live row for each real request: its prompt, at the catalog's root, with nothing decoded."""
         row_B = torch.arange(requests, device=self.level.device)
-        real_B = row_B < num_requests_B
+        real_B = row_B < num_requests
         self.level.zero_()
         self.cum_R[:requests].copy_(torch.where(real_B, 0.0, -torch.inf))
         self.node_R[:requests].zero_()
         self.request_R[:requests].copy_(torch.where(real_B, row_B, requests))
-        self.first_row_B1[: requests + 1].copy_(torch.arange(requests + 1, device=row_B.device).minimum(num_requests_B))
+        self.first_row_B1[: requests + 1].copy_(torch.arange(requests + 1, device=row_B.device).minimum(num_requests))
         self.broken_B.zero_()
         self.finished.score.fill_(-torch.inf)
 
@@ -117,13 +117,13 @@ class PackedPrompts:
     last_B: Tensor  # int64, row of each request's last token
     last_slot_B: Tensor  # int64, its slot
     row_B: Tensor  # int64, row of BeamState that its hidden state goes to; a spare one for requests that are not there
+    num_requests: Tensor  # int64, 0-d, of the whole wave
 
 
 @dataclass
 class WaveData:
     """What differs between waves of one shape, on the device. Last entries of the B1 arrays are padding."""
 
-    num_requests: Tensor  # int64, 0-d
     context_len_B1: Tensor  # int64
     levels_B1: Tensor  # int64, how many tokens each request generates
     finished_B1: Tensor  # int64, finished sequences kept for each request

@@ -41,7 +41,8 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int) -> Stream:
 
 
 def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -> None:
-    """The last layer: every token leaves its keys and values, and only each prompt's last token goes on.
+    """The last layer: every token leaves its keys and values, and only each prompt's last token goes on, to where the
+    search starts.
 
     `plan` is the handle of a ContextPlan that gives each request one row.
     """
@@ -55,6 +56,7 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -
         return _rows_for(attention, context_attention(q_BQD, *pools, plan)[0])
 
     core.state.hidden_RH[prompts.row_B] = model.hidden(model.layers(layer, stream.rows(prompts.last_B), attend))
+    core.state.start(prompts.num_requests, len(prompts.row_B))
 
 
 def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: int, plan: int) -> None:

@@ -213,7 +213,6 @@ class Wave:
         penalty = np.ones(B + 1, dtype=np.float64)
         penalty[: len(searches)] = [search.length_penalty for search in searches]
         return {
-            "num_requests": np.array(len(searches), dtype=np.int64),
             "context_len_B1": column([search.num_tokens for search in searches]),
             "levels_B1": column([search.levels for search in searches]),
             "finished_B1": column([search.num_returned for search in searches]),

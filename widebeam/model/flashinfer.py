@@ -66,6 +66,8 @@ class FlashInferBackend:
         self.workspace, self.int_workspace = (
             torch.empty(size, dtype=torch.uint8, device=device) for size in (WORKSPACE_BYTES, INT_WORKSPACE_BYTES)
         )
+        self.stream = torch.cuda.current_stream(device)
+        """In which planning and all that follows it lie."""
         self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = itertools.count()
         kernels = ["fa3", "fa2"] if torch.cuda.get_device_capability(device)[0] == 9 else ["fa2"]
@@ -133,7 +135,7 @@ class FlashInferPrefill:
             indptr, indptr, *self._backend.heads, causal=True, q_data_type=self._backend.dtype,
             kv_data_type=self._backend.dtype,
         )  # fmt: skip
-        event.record()
+        event.record(self._backend.stream)
 
     def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         return self._wrapper.run(q_TQD, k_TKD, v_TKD, out=torch.empty_like(q_TQD), return_lse=True)
@@ -175,7 +177,7 @@ class FlashInferContext:
             *backend.heads, backend.page_size, causal=False, q_data_type=backend.dtype, kv_data_type=backend.dtype,
             max_token_per_sequence=max(rows),  # else it is looked for in Python
         )  # fmt: skip
-        event.record()
+        event.record(backend.stream)
 
     def _parts(
         self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]
