@@ -17,6 +17,7 @@ from widebeam.constraints.codebooks import Codebook
 from widebeam.constraints.header import Header
 from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.item_ids import ItemIds
+from widebeam.constraints.markers import Markers
 from widebeam.constraints.rows import ArrowColumns
 
 GROUPS = 100
@@ -59,6 +60,7 @@ def make_catalog(sids: np.ndarray, codes: int, first_token: int) -> Catalog:
         header=Header(),
         header_place=None,
         sid_form="token_ids",
+        markers=Markers(),
         format="parquet",
         _ids=ItemIds(np.arange(len(sids))),
         _metadata=ArrowColumns(pa.table({"group": groups(len(sids))})),
