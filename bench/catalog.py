@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ QWEN_VOCAB = 151_669
 DICT_ITEMS = 1_000_000
 """Python's dictionaries of more take minutes and gigabytes."""
 FILTERED_ROWS = 1024
+UNCOMPILED = " Times of levels are single uncompiled runs on this host, and say little."
 MIB = 1 << 20
 
 
@@ -137,7 +139,7 @@ def warm_up(catalog: Catalog, codes: int) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sizes, then the engine."""
-    codes, levels = arguments.codes, arguments.levels
+    codes, levels, load = arguments.codes, arguments.levels, os.getloadavg()[0]
     first_token = QWEN_VOCAB
     if arguments.checkpoint is not None:
         first_token = load_model_config(arguments.checkpoint).vocab_size - levels * codes
@@ -149,7 +151,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
-    report = header(arguments) | {"catalogs": catalogs}
+    report = header(arguments) | {"cores": os.cpu_count(), "load_before": load, "catalogs": catalogs}
     served = [size for size in map(number, arguments.sizes) if size <= arguments.load]
     if arguments.checkpoint is not None and served:
         report["engine"] = asyncio.run(serve(arguments, max(served), codes, levels, first_token))
@@ -195,7 +197,8 @@ def markdown(report: dict[str, Any]) -> str:
     cost = ["catalog", "level", "rows", "children", "slots", "ms", "with selection", "dict and mask", "top 2n, filter"]
     deepest = max((len(row) for row in filtered), default=4) - 4
     parts = [
-        f"{report['machine']}, {report['date']}; milliseconds unless a column says otherwise.",
+        f"{report['machine']}, {report['date']}; {report['cores']} cores, load {report['load_before']:.1f} beforehand; "
+        "milliseconds unless a column says otherwise." + UNCOMPILED * report["machine"].startswith("CPU"),
         table(head, built),
         table(cost, levels),
         "The dictionary's mask comes before selection, so it finds all that exact search finds. Of random logits:",
