@@ -66,6 +66,7 @@ nightly:
 	$(PYTHON) bench/floor.py qwen3-1.7b --fp8 --codes 8192 --save $(NIGHTLY)/6-floor-fp8-catalog.json
 	$(BREAKDOWN) --save $(NIGHTLY)/7-breakdown-bf16.json
 	$(BREAKDOWN) --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/8-breakdown-fp8-catalog.json
+	$(PYTHON) bench/catalog.py build/qwen3-0.6b --save $(NIGHTLY)/9-catalog.json
 	for fp8 in "" "--quantization fp8"; do \
 	  $(ACCURACY) examples/movielens/checkpoint $$fp8 --cases 97x64x64 193x16x256 \
 	    --save $(NIGHTLY)/9-accuracy-movielens$${fp8:+-fp8}.json && \

@@ -20,6 +20,7 @@ from widebeam.constraints.filters import MaskCache, check_named
 from widebeam.constraints.header import Header, HeaderMismatch, SidForm, base_name
 from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.item_ids import ItemIds
+from widebeam.constraints.markers import Markers
 from widebeam.constraints.rows import Metadata, Problems, Rows
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import NO_CATALOG
@@ -40,6 +41,8 @@ class Catalog:
     """Where the header was found; None: there is none, and all of it is default."""
     sid_form: SidForm
     """What the file's SIDs are, declared or detected."""
+    markers: Markers
+    """Tokens around a SID. They are part of no path."""
     format: str
     """jsonl, parquet, minionerec or sid2pid."""
     _ids: ItemIds = field(repr=False)
@@ -76,8 +79,10 @@ class Catalog:
         problems = Problems(path.name)
         _check_unique(rows, problems)
         try:
-            codes, codebooks = encode_sids(rows, header, Vocabulary(token_id, vocab_size), problems)
+            vocabulary = Vocabulary(token_id, vocab_size)
+            codes, codebooks = encode_sids(rows, header, vocabulary, problems)
             problems.check()
+            markers = Markers.of(header, vocabulary, codebooks)
             _check_columns(header, rows.metadata.fields)
             first = _declared_order(header, rows.metadata)
             check_named(header.filters, rows.metadata)
@@ -97,6 +102,7 @@ class Catalog:
             header=header,
             header_place=place,
             sid_form=sid_form(rows, header),
+            markers=markers,
             format=rows.format,
             _ids=rows.ids,
             _metadata=rows.metadata,
@@ -127,7 +133,7 @@ class Catalog:
     @property
     def resolved(self) -> bool:
         """Token ids are those of a tokenizer, or were given as such. Only such a catalog can be searched."""
-        return all(book.resolved for book in self.codebooks)
+        return self.markers.resolved and all(book.resolved for book in self.codebooks)
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from widebeam.constraints.header import MAX_DEPTH, Header, HeaderMismatch, Level, SidForm
+from widebeam.constraints.markers import without_markers
 from widebeam.constraints.rows import Problems, Rows
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -60,6 +61,7 @@ def encode_sids(
     """
     form = sid_form(rows, header)
     header.check_levels(form)
+    rows = without_markers(rows, form, header, vocabulary, problems)
     levels = header.levels or ()
     depth = _depth(rows, levels, problems)
     starts = np.cumsum(rows.lengths) - rows.lengths

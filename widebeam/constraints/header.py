@@ -13,6 +13,8 @@ from widebeam.constraints.template import HistoryTemplate
 from widebeam.errors import CatalogError
 
 SidForm = Literal["codes", "token_ids", "tokens"]
+Marker = Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A token, by its string or its id."""
 MAX_DEPTH = 32
 """Levels that a SID may have."""
 MAX_CODES = 1 << 20
@@ -61,6 +63,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What the `sid` column holds. None: strings are tokens, integers are codes with `levels` and token ids without."""
     levels: Annotated[tuple[Level, ...], Meta(min_length=1, max_length=MAX_DEPTH)] | None = None
     """One entry for each level. With SIDs given as codes it maps them to tokens; otherwise it declares codebooks."""
+    begin: Marker | None = None
+    """Token in front of every SID, to which every prompt is brought: see `Markers`."""
+    end: Marker | None = None
+    """Token behind every SID. Files may spell both markers around their SIDs, unless those are codes."""
     order: Order | None = None
     """None: the file's order."""
     max_items_per_sid: Annotated[int, Meta(ge=1)] | None = None

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from widebeam.constraints.catalog import Catalog
-from widebeam.constraints.header import Order, SidForm
+from widebeam.constraints.header import Marker, Order, SidForm
 from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.template import HistoryTemplate
 
@@ -94,6 +94,9 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
     sid: SidForm
     sid_declared: bool
     """By the header; otherwise detected."""
+    begin: Marker | None
+    """Token in front of every SID, as the header declares it."""
+    end: Marker | None
     resolved: bool
     """False: token strings were not looked up in a tokenizer."""
     items: int
@@ -121,7 +124,8 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
         order = "the file's order"
         if self.order is not None:
             order = f"by {self.order.column}, {'descending' if self.order.descending else 'ascending'}"
-        known = "" if self.resolved else "; not looked up in a tokenizer"
+        around = [f"{name} {token}" for name, token in (("begin", self.begin), ("end", self.end)) if token is not None]
+        known = "; ".join(["", *around, *([] if self.resolved else ["not looked up in a tokenizer"])])
         if self.max_items_per_sid is not None:
             order += f", of which at most {self.max_items_per_sid:,} are returned"
         loaded = "" if self.load_s is None else f"; loaded in {self.load_s:.2f} s"
@@ -168,6 +172,8 @@ def inspect(
         header=catalog.header_place,
         sid=catalog.sid_form,
         sid_declared=catalog.header.sid is not None,
+        begin=catalog.header.begin,
+        end=catalog.header.end,
         resolved=catalog.resolved,
         items=catalog.num_items,
         sids=catalog.num_sids,

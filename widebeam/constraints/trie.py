@@ -63,12 +63,12 @@ class TrieLevel(NamedTuple):
         first_R = self.first_child[node_R].long()
         count_R = torch.where(live_R, self.first_child[node_R + 1].long() - first_R, 0)
         end_R = count_R.cumsum(0)
+        ahead_R = first_R - (end_R - count_R)  # of its slot, each of a row's children is so far ahead
         slot_M = torch.arange(num_slots, device=node_R.device)
         row_M = torch.searchsorted(end_R, slot_M, right=True)
         real_M = row_M < node_R.shape[0]
         row_M = torch.where(real_M, row_M, 0)
-        child_M = first_R[row_M] + slot_M - (end_R[row_M] - count_R[row_M])
-        return row_M, torch.where(real_M, child_M, 0), real_M, end_R
+        return row_M, torch.where(real_M, ahead_R[row_M] + slot_M, 0), real_M, end_R
 
     def allows(self, masks: Masks, mask_M: Tensor, node_M: Tensor) -> Tensor:
         """Whether some allowed item lies at or below the node."""

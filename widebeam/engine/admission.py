@@ -83,6 +83,8 @@ def admit(
             param="input_ids",
         )
     tokens = check_tokens(token_ids, limits.vocab_size)
+    if catalog is not None:
+        tokens = catalog.markers.opened(tokens)
     levels = _levels(params, catalog, limits)
     sampling = _sampling(params, levels, catalog, limits)
     plan = _plan(params, levels, catalog, limits)

@@ -279,7 +279,7 @@ class Engine(Blocking):
             params = msgspec.structs.replace(params, beam_width=width)
         if exclude_history and history is None:
             raise InvalidRequest("exclude_history needs a history", param="exclude_history")
-        room = self.max_context_len - catalog.depth
+        room = self.max_context_len - catalog.depth - (catalog.markers.begin is not None)
         made = await self._prompts.make(catalog, room, history, prompt, messages, input_ids)
         if made.unknown and unknown_items == "refuse":
             raise InvalidRequest(f"unknown items in history: {made.unknown[:5]}", code="unknown_item", param="history")

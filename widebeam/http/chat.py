@@ -12,7 +12,7 @@ from msgspec import UNSET
 from widebeam.errors import InvalidRequest
 from widebeam.http.body import decode, event_stream, json_response, read_body, refuse_unsupported
 from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices
-from widebeam.http.keys import adopt_id, limit_time, served_name, working_engine
+from widebeam.http.keys import FACTS, adopt_id, limit_time, served_name, working_engine
 from widebeam.http.openai import (
     CHAT_NEUTRAL,
     MESSAGE_NEUTRAL,
@@ -21,12 +21,17 @@ from widebeam.http.openai import (
     ChatRequest,
     ChatResponse,
     Logprobs,
+    OpenAIResponse,
+    ReasoningChoice,
+    ReasoningChunk,
+    ReasoningDelta,
     TemplateOptions,
     TokenLogprob,
     TopLogprob,
 )
 from widebeam.http.sequences import Spelling, Text, run_plan, usage
 from widebeam.http.stop_strings import UNFINISHED
+from widebeam.http.thinking import Thought, think
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -47,24 +52,38 @@ async def chat_completions(request: web.Request) -> web.Response:
         engine, body, max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0, request_id=request_id
     )
     plan.fill_context = max_tokens is None and not plan.beams
-    result, choices = await run_plan(
-        request, engine, await _prompt_ids(engine, body), plan, lambda *found: _choices(body, *found)
-    )
+    prompt_ids = await _prompt_ids(engine, body)
+    thought = None if body.thinking is None else await think(request, engine, body, prompt_ids, plan)
+    if thought is not None:
+        prompt_ids = thought.prompt_ids
+    result, choices = await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, *found))
+    used = usage(result)
+    if thought is not None:
+        used = thought.usage(result)
+        request[FACTS].add_earlier(thought.result)
     answer = ChatResponse(
         id=request_id,
         object="chat.completion",
         created=int(time.time()),
         model=body.model or served_name(request),
         choices=choices,
-        usage=usage(result),
+        usage=used,
         warnings=result.warnings or UNSET,
         beam_details=UNSET if result.levels is None else result.levels,
     )
     if not body.stream:
+        if thought is not None and choices and choices[0].message:
+            choices[0].message.reasoning_content = thought.text
         return json_response(answer)
     deltas = [msgspec.structs.replace(choice, message=UNSET, delta=choice.message) for choice in choices]
     chunk = msgspec.structs.replace(answer, object="chat.completion.chunk", choices=deltas, usage=UNSET)
-    return event_stream(chunks([chunk], usage(result), body.stream_options))
+    parts: list[OpenAIResponse] = [chunk] if thought is None else [_reasoning(answer, thought), chunk]
+    return event_stream(chunks(parts, used, body.stream_options))
+
+
+def _reasoning(answer: ChatResponse, thought: Thought) -> ReasoningChunk:
+    choice = ReasoningChoice(delta=ReasoningDelta(reasoning_content=thought.text))
+    return ReasoningChunk(id=answer.id, created=answer.created, model=answer.model, choices=[choice])
 
 
 def _check(body: ChatRequest) -> None:

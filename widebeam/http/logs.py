@@ -45,6 +45,16 @@ class RequestFacts:
         self.engine_ms = max(self.engine_ms or 0.0, round(timing.total, 3))
         self.catalog, self.version = result.catalog, result.catalog_version
 
+    def add_earlier(self, result: SearchResult) -> None:
+        """A search for which those that were added had to wait: times add up."""
+        timing = result.timing_ms
+        self.prompt_tokens = (self.prompt_tokens or 0) + result.prompt_tokens
+        self.levels = max(self.levels or 0, len(result.widths))
+        self.queue_ms = round((self.queue_ms or 0.0) + timing.queue, 3)
+        self.prefill_ms = round((self.prefill_ms or 0.0) + timing.prefill, 3)
+        self.decode_ms = round((self.decode_ms or 0.0) + timing.decode, 3)
+        self.engine_ms = round((self.engine_ms or 0.0) + timing.total, 3)
+
 
 def log_request(
     level: int, head: dict[str, Any], facts: RequestFacts, *, request_id: str, code: str | None, seconds: float

@@ -88,12 +88,20 @@ class CatalogRef(msgspec.Struct, kw_only=True):
     version: int
 
 
+class CompletionDetails(msgspec.Struct, kw_only=True):
+    """What is part of `completion_tokens`."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
-    """Token counts; `completion_tokens` is the sum over all returned sequences."""
+    """Token counts; `completion_tokens` is the sum over all returned sequences, and what was thought before them."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """With thinking."""
 
 
 class RecommendResponse(msgspec.Struct, kw_only=True):

@@ -116,7 +116,7 @@ async def run_plan(
     result = await engine.submit(prompt_ids, params, catalog=catalog)
 
     def spell() -> tuple[SearchResult, T]:
-        spelling = Spelling(engine.tokenizer, plan.fields)
+        spelling = Spelling(engine.tokenizer, plan.fields, None if catalog is None else catalog.markers.end)
         texts = [_text(sequence, spelling, params, catalog, result.mask) for sequence in result.sequences]
         shown = msgspec.structs.replace(
             result, sequences=[text.sequence for text in texts], warnings=plan.warnings + result.warnings
@@ -132,8 +132,10 @@ async def run_plan(
 class Spelling:
     """Token ids to text, as one request wants it. Empty texts without a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, fields: SamplingFields) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, fields: SamplingFields, end: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._end = end
+        """Token that is shown behind an item."""
         self._skip = fields.skip_special_tokens is not False
         self._stop_strings = fields.stop_strings
         self._keeps_stop = fields.keeps_stop
@@ -152,7 +154,9 @@ class Spelling:
         return self._tokens[token]
 
     def shown(self, sequence: Sequence) -> list[int]:
-        """The tokens that the text is made of: not a stop token, unless it is to be kept."""
+        """The tokens that the text is made of: not a stop token, unless it is to be kept; with an end marker."""
+        if sequence.finish_reason == "item" and self._end is not None:
+            return [*sequence.token_ids, self._end]
         trims = sequence.finish_reason == "stop" and not self._keeps_stop
         return sequence.token_ids[:-1] if trims else sequence.token_ids
 

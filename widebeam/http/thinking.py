@@ -1,0 +1,133 @@
+"""Thinking before a search: a text is drawn first, and the beams go on behind it.
+
+The two are searches of their own: the second one's prompt holds the text, and is prefilled from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
+
+from aiohttp import web
+
+from widebeam.engine.request import NO_CATALOG, Sampling, SearchParams
+from widebeam.errors import InvalidRequest
+from widebeam.http.keys import METRICS
+from widebeam.http.openai import ChatRequest, Thinking
+from widebeam.http.protocol import CompletionDetails, Usage
+
+if TYPE_CHECKING:
+    from widebeam.constraints.catalog import Catalog
+    from widebeam.engine.engine import Engine
+    from widebeam.engine.request import SearchResult
+    from widebeam.http.sequences import Plan
+
+END = "</think>"
+SUFFIX = "\n\n"
+"""What Qwen3's chat template writes behind a thought."""
+
+
+class Thought(NamedTuple):
+    """What was drawn."""
+
+    result: SearchResult
+    text: str
+    prompt_ids: list[int]
+    """The prompt, the text, the token that ends it, and the suffix."""
+    kept: int
+    """Tokens of `prompt_ids` that were drawn."""
+
+    def usage(self, result: SearchResult) -> Usage:
+        """Of thinking and of the search behind it; the prompt counts once, with what was put behind the text."""
+        drawn = self.result.completion_tokens
+        prompt, completion = result.prompt_tokens - self.kept, result.completion_tokens + drawn
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            completion_tokens_details=CompletionDetails(reasoning_tokens=drawn),
+        )
+
+
+async def think(request: web.Request, engine: Engine, body: ChatRequest, prompt_ids: list[int], plan: Plan) -> Thought:
+    """Draw the text that `body.thinking`, which is given, asks for. Raises RequestError."""
+    asked = body.thinking or Thinking()
+    catalog = engine.catalogs.get(plan.params.catalog)
+    if catalog is None:
+        raise InvalidRequest("thinking needs a catalog, whose items are searched behind it", param="thinking")
+    if body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking is False:
+        raise InvalidRequest("thinking contradicts chat_template_kwargs.enable_thinking", param="thinking")
+    end = _end_token(engine, asked)
+    suffix = await _suffix(engine, asked)
+    params = SearchParams(
+        max_new_tokens=_max_tokens(engine, asked, catalog, len(prompt_ids) + 1 + len(suffix)),
+        catalog=NO_CATALOG,
+        stop_token_ids=(end,),
+        sampling=Sampling(
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=asked.top_p or 1.0,
+            seed=asked.seed,
+        ),
+        timeout_ms=plan.params.timeout_ms,
+        priority=plan.params.priority,
+        request_id=plan.params.request_id,
+    )
+    result = await engine.submit(prompt_ids, params)
+    request.app[METRICS].observe_search(result)
+    (sequence,) = result.sequences
+    drawn = sequence.token_ids
+    said = drawn[:-1] if sequence.finish_reason == "stop" else drawn  # without a stop token, which may be another
+    skip = plan.fields.skip_special_tokens is not False
+    text = await asyncio.to_thread(engine.decode, said, skip_special_tokens=skip)
+    return Thought(
+        result=result,
+        text=text.strip().removeprefix("<think>").strip(),
+        prompt_ids=[*prompt_ids, *said, end, *suffix],
+        kept=len(said) + (drawn[len(said) :] == [end]),
+    )
+
+
+def _end_token(engine: Engine, asked: Thinking) -> int:
+    if isinstance(asked.stop, int):
+        if asked.stop >= (size := engine.model_config.vocab_size):
+            raise InvalidRequest(
+                f"thinking.stop: token {asked.stop} is outside the vocabulary of {size}",
+                code="token_out_of_vocabulary",
+                param="thinking.stop",
+            )
+        return asked.stop
+    if engine.tokenizer is None:
+        raise InvalidRequest(
+            "thinking.stop: the model has no tokenizer; name a token id", code="no_tokenizer", param="thinking.stop"
+        )
+    token = END if asked.stop is None else asked.stop
+    token_id = engine.tokenizer.token_id(token)
+    if token_id is None:
+        raise InvalidRequest(f"thinking.stop: {token!r} is not one token of the tokenizer", param="thinking.stop")
+    return token_id
+
+
+async def _suffix(engine: Engine, asked: Thinking) -> list[int]:
+    """Without a tokenizer there is none, unless it is asked for, which cannot be had."""
+    if asked.suffix is None and engine.tokenizer is None:
+        return []
+    text = SUFFIX if asked.suffix is None else asked.suffix
+    return await engine.encode(text) if text else []
+
+
+def _max_tokens(engine: Engine, asked: Thinking, catalog: Catalog, taken: int) -> int:
+    """As many as asked for, or as there is room for beside `taken` tokens and the search."""
+    room = engine.max_context_len - taken - catalog.depth - (catalog.markers.begin is not None)
+    wanted, most = asked.max_tokens, engine.config.max_levels
+    if wanted is not None and wanted > most:
+        raise InvalidRequest(
+            f"thinking.max_tokens is {wanted}, over the limit of {most} (--max-levels)", param="thinking.max_tokens"
+        )
+    if room < (wanted or 1):
+        raise InvalidRequest(
+            f"behind this prompt, the context of {engine.max_context_len} tokens has room for {max(0, room)} tokens of "
+            "thinking",
+            code="context_too_long",
+            param="thinking.max_tokens",
+        )
+    return wanted or min(room, most)
