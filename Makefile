@@ -78,6 +78,12 @@ nightly:
 	  $(PYTHON) bench/compare.py $$old $(NIGHTLY)/$$(basename $$old) || status=1; echo; done >> build/nightly.md; \
 	  echo build/nightly.md; exit $$status
 
+# make quality   what policies and widths buy and cost, on the example's model and data
+.PHONY: quality
+quality: export PYTHONPATH := $(CURDIR)
+quality: $(INSTALLED)
+	$(BIN)/python bench/quality.py --save build/quality.json $(if $(PIP_ARGS),--pip-args="$(PIP_ARGS)")
+
 # make online   a server of its own under load over HTTP: closed loops, and twice of what it can do
 .PHONY: online
 online: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)

@@ -6,9 +6,12 @@ whatever precision the caller likes: float64 to judge a whole search, float32 to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 Prefix = tuple[int, ...]
 
 
@@ -42,10 +45,12 @@ def beam_search(
     final_score: Callable[[float, int], float] = lambda cum, length: cum / length,
     zero: float = 0.0,
     stay: Callable[[list[float]], int] = len,
+    cap: int | None = None,
 ) -> Answer:
     """`logprobs(prefix)[token]` for any prefix; `items` are the legal whole sequences; the rest as in SearchParams.
 
-    `stay`: of a level's beams, given by their scores, so many of the best go on.
+    `stay`: of a level's beams, given by their scores, so many of the best go on. `cap`: of a level's candidates, and of
+    the results, only the best so many of each first token count.
     """
     live: list[tuple[Prefix, float]] = [((), zero)]
     finished: list[Found] = []
@@ -58,6 +63,7 @@ def beam_search(
             for token in legal(prefix, vocab, items):
                 candidates.append((-(cum + table[token]), rank, token))
         candidates.sort()
+        candidates = within(cap, candidates, lambda one, live=live: (*live[one[1]][0], one[2])[0])
         considered = len(candidates)
         if items is None or last:
             considered = width if last or greedy or not stops else 2 * width
@@ -82,8 +88,22 @@ def beam_search(
         live = live[: stay([cum for _, cum in live])]
         finished += [one for _, one in sorted(ended, key=lambda pair: pair[0])]
     finished.sort(key=lambda one: -one.score)
+    finished = within(cap, finished, lambda one: one.tokens[0])
     scores = [(-one.score,) for one in finished]
     return Answer(finished[:n], min(margin, gap(scores, n)))
+
+
+def within(cap: int | None, ranked: list[T], group: Callable[[T], int]) -> list[T]:
+    """The first `cap` of each group, in their order."""
+    if cap is None:
+        return ranked
+    taken: Counter[int] = Counter()
+    kept = []
+    for one in ranked:
+        taken[group(one)] += 1
+        if taken[group(one)] <= cap:
+            kept.append(one)
+    return kept
 
 
 def legal(prefix: Prefix, vocab: Sequence[int], items: set[Prefix] | None) -> list[int]:

@@ -53,6 +53,7 @@ READ_BACKS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
 DEVICE_SIDE = files(
     "model/qwen3.py", "model/layers.py", "model/attention.py", "model/reference.py", "kv/*.py", "constraints/trie.py",
     "engine/step.py", "engine/advance.py", "engine/selection.py", "engine/scoring.py", "engine/state.py",
+    "engine/pruning.py", "engine/diversity.py", "engine/noise.py", "engine/stochastic.py",
 )  # fmt: skip
 
 

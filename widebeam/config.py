@@ -10,6 +10,7 @@ from msgspec import Meta
 from widebeam.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 MAX_BEAM_WIDTH = 5000
 MAX_LEVELS = 512
 API_KEY_VARIABLE = "WIDEBEAM_API_KEY"

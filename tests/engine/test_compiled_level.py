@@ -97,20 +97,25 @@ def test_a_level_traces_whole_and_gives_the_same(
     runtime.check_integrity()
 
 
-@pytest.mark.parametrize("kind", ["filters", "policies", "suppressed", "all of a catalog's"])
+@pytest.mark.parametrize("kind", ["filters", "policies", "policies of texts", "suppressed", "all of a catalog's"])
 def test_rarer_forms_trace_whole_and_give_the_same(traced: tuple[Runtime, Catalog, Programs], kind: str) -> None:
     """One of a wave's two searches asks for more than the other."""
     runtime, catalog, programs = traced
-    constrained = kind != "suppressed"
+    constrained = kind not in ("suppressed", "policies of texts")
 
     def results() -> Any:
-        first, second = make_jobs(catalog if constrained else None, "level" if constrained else "vocab", ())
+        first, second = make_jobs(
+            catalog if constrained else None,
+            "level" if constrained else "vocab",
+            (2, 20) if kind == "policies of texts" else (),
+        )
         if kind in ("filters", "all of a catalog's"):
             first.search = narrowed(
                 first.search, ItemMask.of_rows(np.arange(0, catalog.num_items, 3), catalog.num_items)
             )
-        if kind in ("policies", "all of a catalog's"):
-            second.search = replace(second.search, plan=LevelPlan((), margin=1.5, mass=0.8, floor=2))
+        if kind in ("policies", "policies of texts", "all of a catalog's"):
+            first.search = replace(first.search, plan=LevelPlan((), noise=True, seed=-3))
+            second.search = replace(second.search, plan=LevelPlan((), margin=1.5, mass=0.8, floor=2, cap=2))
         if kind == "suppressed":
             second.search = replace(second.search, special_token_ids=(0, 1, 2, 3))
         outcomes = runtime.run([first, second])

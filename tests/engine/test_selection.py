@@ -35,17 +35,18 @@ def narrow_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_search(widths: tuple[int, ...], n: int, **fields: Any) -> Search:
     catalog = fields.get("catalog")
     stops = fields.get("stop_token_ids", ())
+    plan = fields.get("plan")
     return Search(
         request_id="x",
         token_ids=np.zeros(1, dtype=np.int32),
-        widths=bound_widths(widths, catalog, fields.get("vocab", VOCAB)),
+        widths=bound_widths(widths, catalog, fields.get("vocab", VOCAB), plan.cap if plan else None),
         num_returned=n,
         catalog=catalog,
         normalizer=fields.get("normalizer", "vocab"),
         join=join_factor(catalog, greedy=fields.get("greedy", False), has_stops=bool(stops)),
         stop_token_ids=stops,
         length_penalty=fields.get("length_penalty", 1.0),
-        plan=fields.get("plan"),
+        plan=plan,
     )
 
 
@@ -212,6 +213,8 @@ def test_filters_act_inside_the_search(
 
 def staying(plan: LevelPlan) -> Any:
     """How many beams go on, written as the policies describe it."""
+    if not plan.prunes:
+        return len
 
     def stay(scores: list[float]) -> int:
         if not scores:
@@ -234,7 +237,9 @@ def staying(plan: LevelPlan) -> Any:
         )
         | st.tuples(st.sampled_from([0.05, 0.31, 0.77, 0.96]), st.integers(1, 4)).map(
             lambda drawn: LevelPlan((), mass=drawn[0], floor=drawn[1])
-        ),
+        )
+        | st.integers(1, 5).map(lambda cap: LevelPlan((), cap=cap))
+        | st.integers(1, 5).map(lambda cap: LevelPlan((), cap=cap, mass=0.77)),
         min_size=1,
         max_size=4,
     ),
@@ -243,7 +248,7 @@ def staying(plan: LevelPlan) -> Any:
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_beams_that_policies_give_up(
+def test_beams_that_policies_leave_out(
     plans: list[LevelPlan | None], kind: str, items: set[Prefix], seed: int, data: st.DataObject
 ) -> None:
     """Each request by its own policy, or none, in one wave."""
@@ -259,7 +264,7 @@ def test_beams_that_policies_give_up(
         answer = beam_search(
             float32_logprobs(table), range(VOCAB), widths, widths[-1], items=items if catalog else None,
             stops=frozenset(stops), final_score=final_score(1.0), zero=np.float32(0.0),  # type: ignore[arg-type]
-            stay=len if plan is None else staying(plan),
+            stay=len if plan is None else staying(plan), cap=None if plan is None else plan.cap,
         )  # fmt: skip
         expected.append(answer.found)
     for returned, wanted in zip(run(tables, searches, catalog), expected, strict=True):

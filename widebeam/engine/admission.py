@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import re
 import secrets
@@ -89,6 +90,8 @@ def admit(
     sampling = _sampling(params, levels, catalog, limits)
     plan = _plan(params, levels, catalog, limits)
     widths = plan.widths
+    if plan.noise and plan.seed is None:
+        plan = plan._replace(seed=_prompt_seed(tokens))
     if params.n > widths[-1]:
         raise InvalidRequest(f"n is {params.n}, but the beam is only {widths[-1]} wide at its last level", param="n")
     if len(tokens) + levels > limits.max_context_len:
@@ -111,7 +114,7 @@ def admit(
     search = Search(
         request_id=params.request_id or uuid.uuid4().hex,
         token_ids=tokens,
-        widths=widths if sampling else bound_widths(widths, catalog, limits.vocab_size - len(special)),
+        widths=widths if sampling else bound_widths(widths, catalog, limits.vocab_size - len(special), plan.cap),
         num_returned=params.n,
         catalog=catalog,
         normalizer=_normalizer(params, catalog),
@@ -120,7 +123,7 @@ def admit(
         length_penalty=params.length_penalty,
         sampling=sampling,
         special_token_ids=special,
-        plan=plan if plan.prunes else None,
+        plan=None if plan.only_widths else plan,
         top_logprobs=params.top_logprobs,
         return_beam_details=params.return_beam_details,
     )
@@ -187,6 +190,11 @@ def _plan(params: SearchParams, levels: int, catalog: Catalog | None, limits: Li
             param=param,
         )
     return plan
+
+
+def _prompt_seed(tokens: np.ndarray) -> int:
+    """One that differs between prompts, and is the same for the same prompt."""
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 def _normalizer(params: SearchParams, catalog: Catalog | None) -> Normalizer:

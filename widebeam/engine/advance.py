@@ -10,12 +10,14 @@ from torch import Tensor
 
 from widebeam.constraints.trie import TrieLevel
 from widebeam.engine.core import Core
+from widebeam.engine.diversity import capped, groups_of_finished, groups_of_rows
 from widebeam.engine.pruning import prune
 from widebeam.engine.scoring import catalog_candidates, vocabulary_candidates
 from widebeam.engine.segment_top import segment_top
 from widebeam.engine.selection import Ranked, compact, count_before, exclusive_cumsum, group_of, rank
 from widebeam.engine.shapes import LevelShape
 from widebeam.engine.state import ITEM, LENGTH, STOP, BeamState, Finished, WaveData
+from widebeam.engine.stochastic import NoisyRows, noisy_rows, put_noise
 
 
 def advance(core: Core, wave: WaveData, trie: TrieLevel | None, shape: LevelShape) -> None:
@@ -26,17 +28,23 @@ def advance(core: Core, wave: WaveData, trie: TrieLevel | None, shape: LevelShap
     width_B1 = wave.widths_LB1[state.level].squeeze(0)
     limit_B1 = torch.where(last_B1, width_B1.minimum(wave.finished_B1), wave.join_B1 * width_B1)
     request_R = state.request_R[:R]
+    groups = None if wave.cap_B1 is None else groups_of_rows(state, wave.cap_B1, request_R)
+    noisy = None if wave.noise is None else noisy_rows(state, wave.noise, request_R)
     if trie is None:
         suppressed_R = None if wave.special_S is None else wave.suppressed_B1[request_R] > 0
         found, lse_R = vocabulary_candidates(
-            core.model, hidden_RH, cum_R, first_row_B1, limit_B1, shape.candidates, suppressed_R, wave.special_S
-        )
+            core.model, hidden_RH, cum_R, first_row_B1, limit_B1, shape.candidates, suppressed_R, wave.special_S,
+            groups, noisy,
+        )  # fmt: skip
     else:
         found, lse_R = catalog_candidates(
             core.model, hidden_RH, cum_R, state.node_R[:R], first_row_B1, trie, shape.normalizer, shape.candidates,
-            wave.masks, None if wave.masks is None else wave.masks.mask_B1[request_R],
+            wave.masks, None if wave.masks is None else wave.masks.mask_B1[request_R], noisy,
         )  # fmt: skip
     note_broken(state, request_R, cum_R > -torch.inf, lse_R)
+    if groups is not None:
+        key_M = found.score_M if found.key_M is None else found.key_M
+        found = found._replace(key_M=capped(key_M, groups.at(found.row_M)))
     ranked = rank(found, limit_B1, shape.ranked)
     keep_P, finish_P, reason_P = _decide(wave, trie, shape, ranked, last_B1, limit_B1, width_B1)
     if wave.pruning is not None:
@@ -44,7 +52,7 @@ def advance(core: Core, wave: WaveData, trie: TrieLevel | None, shape: LevelShap
     if shape.finishing:
         _finish(state, wave, shape, ranked, finish_P, reason_P)
     if shape.rows_out:
-        _next_rows(state, wave, shape, ranked, keep_P)
+        _next_rows(state, wave, shape, ranked, keep_P, noisy)
     state.level.add_(1)
 
 
@@ -112,13 +120,18 @@ def _starved(shape: LevelShape, ranked: Ranked, keep_P: Tensor, limit_B1: Tensor
     return (considered_B1 == limit_B1) & (kept_B1 < width_B1)
 
 
-def _next_rows(state: BeamState, wave: WaveData, shape: LevelShape, ranked: Ranked, keep_P: Tensor) -> None:
+def _next_rows(
+    state: BeamState, wave: WaveData, shape: LevelShape, ranked: Ranked, keep_P: Tensor, noisy: NoisyRows | None
+) -> None:
     """The survivors are the next level's rows."""
     width_B1 = torch.where(state.level < wave.levels_B1 - 1, wave.widths_LB1[state.level].squeeze(0), 0)
     dest_P = exclusive_cumsum(width_B1)[ranked.segment_P] + count_before(keep_P, ranked)
     pick_R, live_R = compact(keep_P, dest_P, shape.rows_out)
     of_R = (array[pick_R] for array in (ranked.row_P, ranked.token_P, ranked.logprob_P, ranked.score_P, ranked.node_P))
     put_rows(state, shape, width_B1, live_R, *of_R)
+    if noisy is not None and ranked.key_P is not None and ranked.share_P is not None:
+        of_R = (array[pick_R] for array in (ranked.key_P, ranked.share_P, ranked.row_P, ranked.token_P))
+        put_noise(state, noisy, *of_R)
 
 
 def put_rows(
@@ -154,7 +167,8 @@ def _finish(
     """Merge newly ended sequences into each request's finished ones, and keep the best by final score.
 
     Those that ended at one level differ in score as their cumulative values do, so the first `finished_B1` of them are
-    all that can matter. Between equal scores the one that ended earlier stands first.
+    all that can matter. Between equal scores the one that ended earlier stands first. A sample lies in order of its
+    noise, until `flight.unpack` puts it in order of score.
     """
     F, room_B1 = shape.finished, wave.finished_B1
     old = state.finished.head(F, shape.path_columns)
@@ -176,24 +190,41 @@ def _finish(
         reason=reason_P[pick_F],
         path=state.path_RJ[:, : shape.path_columns][ranked.row_P[pick_F]],
     )
-    best_F, full_F = _best_of_both(old.score, new.score, room_B1)
-    for mine, fresh in zip(old, new, strict=True):
-        mine.copy_(torch.cat((mine, fresh))[best_F])
+    both = Finished(*(torch.cat(pair) for pair in zip(old, new, strict=True)))
+    noised_F = None if ranked.key_P is None else ranked.key_P[pick_F]
+    key_2F = _final_keys(state, wave, both, noised_F, segment_F.repeat(2))
+    best_F, full_F = _best_of_both(key_2F, room_B1)
+    for mine, of_both in zip(old, both, strict=True):
+        mine.copy_(of_both[best_F])
+    if wave.noise is not None:
+        state.finished_key_F[:F].copy_(key_2F[best_F])
     old.score.masked_fill_(~full_F, -torch.inf)
 
 
-def _best_of_both(old_F: Tensor, new_F: Tensor, room_B1: Tensor) -> tuple[Tensor, Tensor]:
+def _final_keys(
+    state: BeamState, wave: WaveData, both: Finished, noised_F: Tensor | None, segment_2F: Tensor
+) -> Tensor:
+    """What finished sequences, old and new, are kept by: their score, a sample's noise; -inf beyond a cap."""
+    key_2F = both.score
+    if wave.noise is not None and noised_F is not None:
+        asks_2F = (wave.noise.asks_B1[segment_2F] > 0) & (both.score > -torch.inf)
+        key_2F = torch.where(asks_2F, torch.cat((state.finished_key_F[: len(noised_F)], noised_F)), key_2F)
+    if wave.cap_B1 is not None:
+        key_2F = capped(key_2F, groups_of_finished(state, both, wave.cap_B1, segment_2F))
+    return key_2F
+
+
+def _best_of_both(key_2F: Tensor, room_B1: Tensor) -> tuple[Tensor, Tensor]:
     """Which of the old places (0 .. F - 1) and the new ones (F .. 2 F - 1) each place holds next, and whether any.
 
     Each request's old ones are laid before its new ones, so that the older of equals stands first.
     """
-    places = 2 * old_F.shape[0]
+    places = len(key_2F)
     first_B1 = exclusive_cumsum(room_B1)
     segment_2F = group_of(2 * room_B1, places)
     room_2F = room_B1[segment_2F]
-    within_2F = torch.arange(places, device=old_F.device) - 2 * first_B1[segment_2F]
+    within_2F = torch.arange(places, device=key_2F.device) - 2 * first_B1[segment_2F]
     source_2F = first_B1[segment_2F] + within_2F + torch.where(within_2F < room_2F, 0, places // 2 - room_2F)
     source_2F = source_2F.clamp_max(places - 1)
-    score_2F = torch.cat((old_F, new_F))[source_2F]
-    order_F, full_F = segment_top(score_2F, 2 * first_B1, room_B1[:-1], places // 2, False)
+    order_F, full_F = segment_top(key_2F[source_2F], 2 * first_B1, room_B1[:-1], places // 2, False)
     return source_2F[order_F], full_F

@@ -49,6 +49,7 @@ from widebeam.errors import (
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import resolve_checkpoint
+from widebeam.policies import POLICIES
 
 State = Literal["starting", "ready", "draining", "stopped", "dead"]
 
@@ -87,6 +88,7 @@ class Engine(Blocking):
         self._loop = asyncio.get_running_loop()
         self.died = asyncio.Event()
         try:
+            await asyncio.to_thread(POLICIES.discover)
             folder = await asyncio.to_thread(self._read_checkpoint)
             self._worker = Worker(
                 lambda: Runtime(self.config, folder, self.model_config, self.max_context_len),

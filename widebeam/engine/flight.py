@@ -153,7 +153,7 @@ def unpack(
 ) -> tuple[list[list[Sequence] | EngineError], list[list[int]]]:
     """Host arrays -> sequences, for each search its own places; empty places (score -inf) are left out.
 
-    And the places that they come from.
+    And the places that they come from. The places of a sample lie in order of its noise.
     """
     length_F, node_F, reason_F = integers
     score_F, cum_F = floats
@@ -163,6 +163,8 @@ def unpack(
     for b, search in enumerate(searches):
         places = [f for f in range(start, start + search.num_returned) if score_F[f] > -np.inf and not broken_B[b]]
         start += search.num_returned
+        if search.plan is not None and search.plan.noise:
+            places.sort(key=lambda f: -score_F[f])
         filled.append(places)
         if broken_B[b]:
             outcomes.append(EngineError("the model's logits are not finite numbers", code="non_finite_logits"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from widebeam.config import MAX_BEAM_WIDTH, MAX_LEVELS
+from widebeam.config import MAX_BEAM_WIDTH, MAX_LEVELS, Seed
 from widebeam.constraints.filter_spec import Filters
 from widebeam.policies import PolicySpec
 
@@ -45,7 +45,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Added to the logits of these tokens."""
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_LEVELS)] = 0
     """Until there are so many, no stop token is drawn."""
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     """The same seed draws the same texts, whatever else runs. None: others each time."""
 
 

@@ -1,8 +1,8 @@
 """Independent texts, drawn token by token: the step that takes the place of `advance` in waves of such requests.
 
 A drawn token is the largest of the bent logits plus Gumbel noise (the Gumbel-max trick). The noise is a hash of the
-request's seed, the text's number, the level and the token (SplitMix64, Steele et al. 2014), so that a seed draws the
-same texts whatever else is in the wave. Runs as it is, never compiled.
+request's seed, the text's number, the level and the token, so that a seed draws the same texts whatever else is in the
+wave. Runs as it is, never compiled.
 
 Letters: B requests, R rows, D texts that still grow, F places of finished texts, J decoded tokens, V vocabulary.
 """
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from widebeam.engine import noise
 from widebeam.engine.advance import note_broken, put_rows
 from widebeam.engine.core import Core
+from widebeam.engine.noise import child_key, mix
 from widebeam.engine.request import Sampling
 from widebeam.engine.scoring import suppress
 from widebeam.engine.selection import exclusive_cumsum, group_of
@@ -202,28 +204,5 @@ def filtered(logits_DV: Tensor, top_k_D1: Tensor, top_p_D1: Tensor, min_p_D1: Te
 
 def gumbel(seed_D1: Tensor, text_D1: Tensor, level: int, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [D, V], float32: a pure function of its arguments."""
-    key_D1 = _mix(_mix(_mix(seed_D1) + text_D1) + level)
-    token_V = torch.arange(1, vocab_size + 1, device=seed_D1.device)
-    bits_DV = _shifted(_mix(key_D1 + token_V * _GOLDEN), 11)
-    uniform_DV = (bits_DV.double() + 0.5) * 2.0**-53
-    return -(-uniform_DV.log()).log().float()
-
-
-def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >> 63 else constant
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64, which wraps around as uint64 does."""
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    key_D1 = mix(mix(mix(seed_D1) + text_D1) + level)
+    return noise.gumbel(child_key(key_D1, torch.arange(vocab_size, device=seed_D1.device))).float()

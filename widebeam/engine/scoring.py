@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from widebeam.constraints.trie import Masks, TrieLevel
+from widebeam.engine.diversity import Groups, capped
 from widebeam.engine.request import Normalizer
 from widebeam.engine.segment_top import column_best, segment_top
 from widebeam.engine.selection import Candidates
+from widebeam.engine.stochastic import NoisyRows, children_keys, column_keys, token_keys
 from widebeam.model.qwen3 import Qwen3
 
 COLUMN = 128
@@ -29,13 +31,16 @@ def vocabulary_candidates(
     num_columns: int,
     suppressed_R: Tensor | None = None,
     special_S: Tensor | None = None,
+    groups: Groups | None = None,
+    noisy: NoisyRows | None = None,
 ) -> tuple[Candidates, Tensor]:
     """Any token may follow, in suppressed rows any but the special ones, which count for the log-sum-exp all the same.
     Each request's best `limit` are among the candidates returned, with the rows' log-sum-exp.
 
     Sorting [R, V] would cost more than the network. So the vocabulary is cut in N columns of E consecutive tokens: only
     a request's `limit` best columns, ranked by their best token, can hold one of its `limit` best tokens, because a
-    token of any other column stands behind the best of each of those. `num_columns` bounds their number in all.
+    token of any other column stands behind the best of each of those. `num_columns` bounds their number in all. Under a
+    cap that holds for columns that are within it: their best tokens are, too.
     """
     logits_RV = model.logits(hidden_RH)
     V, E = logits_RV.shape[1], COLUMN
@@ -45,8 +50,15 @@ def vocabulary_candidates(
         best_RN, _ = column_best(logits_RV, E)
     N = best_RN.shape[1]
     total_RN = numbers(cum_R[:, None] + (best_RN - lse_R[:, None]))
+    columns = None if noisy is None else column_keys(noisy, logits_RV, E)
+    if noisy is not None and columns is not None:
+        living_RN = noisy.asks_R[:, None] & (total_RN > -torch.inf)
+        total_RN = torch.where(living_RN, columns.key_RN.float(), total_RN)
+    key_M = total_RN.flatten()
+    if groups is not None:
+        key_M = capped(key_M, groups.at(torch.arange(len(key_M), device=key_M.device) // N))
     limit_B = limit_B1[:-1].minimum((first_row_B1[1:] - first_row_B1[:-1]) * N)
-    pick_C, real_C = segment_top(total_RN.flatten(), first_row_B1 * N, limit_B, num_columns, True)
+    pick_C, real_C = segment_top(key_M, first_row_B1 * N, limit_B, num_columns, True)
 
     row_CE = (pick_C // N)[:, None].expand(-1, E)
     token_CE = (pick_C % N)[:, None] * E + torch.arange(E, device=cum_R.device)
@@ -55,7 +67,10 @@ def vocabulary_candidates(
     logprob_CE = logits_RV[row_CE, token_CE] - lse_R[row_CE]
     score_CE = torch.where(real_CE, numbers(cum_R[row_CE] + logprob_CE), -torch.inf)
     start_B1 = F.pad(limit_B.cumsum(0), (1, 0)) * E
-    arrays = (score_CE, logprob_CE, row_CE, token_CE, torch.zeros_like(token_CE))
+    arrays = [score_CE, logprob_CE, row_CE, token_CE, torch.zeros_like(token_CE)]
+    if noisy is not None and columns is not None:
+        share_CE = noisy.share_R[row_CE] + (logits_RV[row_CE, token_CE] - columns.lse_R[row_CE])
+        arrays += [token_keys(noisy, columns, pick_C, score_CE, share_CE, row_CE, token_CE), share_CE]
     return Candidates(start_B1, *(array.flatten() for array in arrays)), lse_R
 
 
@@ -70,6 +85,7 @@ def catalog_candidates(
     num_slots: int,
     masks: Masks | None = None,
     mask_R: Tensor | None = None,
+    noisy: NoisyRows | None = None,
 ) -> tuple[Candidates, Tensor]:
     """Only children of a row's catalog node may follow: M = `num_slots` candidates, and the rows' log-sum-exp [R].
 
@@ -91,7 +107,12 @@ def catalog_candidates(
     logprob_M = logits_RC[row_M, code_M] - lse_R[row_M]
     score_M = torch.where(real_M, numbers(cum_R[row_M] + logprob_M), -torch.inf)
     start_B1 = F.pad(end_R, (1, 0))[first_row_B1]
-    return Candidates(start_B1, score_M, logprob_M, row_M, trie.codebook[code_M], node_M), lse_R
+    found = Candidates(start_B1, score_M, logprob_M, row_M, trie.codebook[code_M], node_M)
+    if noisy is not None:
+        legal_R = _legal_lse(logits_RC, row_M, code_M, real_M)
+        share_M = noisy.share_R[row_M] + (logits_RC[row_M, code_M] - legal_R[row_M])
+        found = found._replace(key_M=children_keys(noisy, score_M, share_M, row_M, found.token_M), share_M=share_M)
+    return found, lse_R
 
 
 def suppress(logits_RV: Tensor, suppressed_R: Tensor, special_S: Tensor) -> Tensor:

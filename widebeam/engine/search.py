@@ -22,7 +22,7 @@ from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
 from widebeam.engine.shapes import GROUP_TOKENS, token_rung
 from widebeam.engine.staging import HostCopy, to_device
-from widebeam.engine.state import PackedPrompts, WaveData
+from widebeam.engine.state import Noise, PackedPrompts, WaveData
 from widebeam.engine.step import prompt_body, prompt_last
 from widebeam.engine.trace import Trace
 from widebeam.engine.wave import Search, Wave
@@ -94,7 +94,7 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int]
             if not bool((core.state.cum_R[: wave.decoded(level)] > -torch.inf).any()):
                 break
             if between.others_wait():
-                put_back = core.state.set_aside(wave.requests, wave.places, wave.num_levels)
+                put_back = core.state.set_aside(wave.requests, wave.places, wave.num_levels, wave.noisy)
                 between.run_others()
                 put_back()
                 planned = None
@@ -173,8 +173,8 @@ def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTri
     """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them."""
     arrays = wave.arrays()
     special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
-    masks, pruning = wave.mask_arrays(), wave.pruning_arrays()
-    others = stop_arrays(wave) | {"special_S": np.array(special, dtype=np.int64)} | masks | pruning
+    masks, (pruning, caps, noise) = wave.mask_arrays(), wave.policy_arrays()
+    others = stop_arrays(wave) | {"special_S": np.array(special, dtype=np.int64)} | masks | pruning | caps | noise
     staged = to_device(arrays | others, device)
     stop_BV = None
     if wave.has_stops:
@@ -184,6 +184,8 @@ def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTri
         stop_BV=stop_BV,
         special_S=staged["special_S"] if special else None,
         pruning=Pruning(**{name: staged[name] for name in pruning}) if pruning else None,
+        cap_B1=staged.get("cap_B1"),
+        noise=Noise(**{name: staged[name] for name in noise}) if noise else None,
         masks=trie.masks(*(staged[name] for name in masks)) if trie is not None and masks else None,
         **{name: staged[name] for name in arrays},
     )

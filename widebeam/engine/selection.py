@@ -1,8 +1,9 @@
 """From scores to survivors: pure tensor functions with one total order, on every device.
 
 Order of candidates within a request: score descending, then parent rank ascending, then token id ascending. Scores are
-float32 cumulative log-probabilities; a candidate of -inf is illegal or dead. Candidates lie request by request, so
-"segment" means the request that a candidate belongs to; segment B (one past the last) holds padding.
+float32 cumulative log-probabilities; a candidate of -inf is illegal or dead. Policies may rank by a key in the place of
+the score. Candidates lie request by request, so "segment" means the request that a candidate belongs to; segment B (one
+past the last) holds padding.
 
 Letters: M candidates in all, P places for ranked ones, B requests.
 """
@@ -26,6 +27,8 @@ class Candidates(NamedTuple):
     row_M: Tensor  # int64, parent row
     token_M: Tensor  # int64, token id
     node_M: Tensor  # int64, catalog node; 0 without a catalog
+    key_M: Tensor | None = None  # float32, what ranks them where that is not the score; -inf where the score is
+    share_M: Tensor | None = None  # float32, see stochastic.py
 
 
 class Ranked(NamedTuple):
@@ -40,18 +43,22 @@ class Ranked(NamedTuple):
     row_P: Tensor
     token_P: Tensor
     node_P: Tensor
+    key_P: Tensor | None
+    share_P: Tensor | None
 
 
 def rank(found: Candidates, limit_B1: Tensor, places: int) -> Ranked:
     """The best `limit_B1` candidates of each request; the host knows that all of them fit in so many places."""
     start_B1 = found.start_B1
     size_B = (start_B1[1:] - start_B1[:-1]).minimum(limit_B1[:-1])
-    order_P, real_P = segment_top(found.score_M, start_B1, size_B, places, False)
+    key_M = found.score_M if found.key_M is None else found.key_M
+    order_P, real_P = segment_top(key_M, start_B1, size_B, places, False)
     size_B1 = torch.cat((size_B, size_B.new_zeros(1)))
     segment_P = group_of(size_B1, places)
     first_P = exclusive_cumsum(size_B1)[segment_P]
     rank_P = torch.arange(places, device=order_P.device) - first_P
-    return Ranked(real_P, segment_P, rank_P, first_P.clamp_max(places - 1), *(each[order_P] for each in found[1:]))
+    taken = (None if each is None else each[order_P] for each in found[1:])
+    return Ranked(real_P, segment_P, rank_P, first_P.clamp_max(places - 1), *taken)  # type: ignore[arg-type]
 
 
 def exclusive_cumsum(size_S: Tensor) -> Tensor:

@@ -60,6 +60,9 @@ class BeamState:
         self.node_R = zeros(rows)
         self.request_R = zeros(rows)
         self.first_row_B1 = zeros(max_requests + 2)  # where each request's rows begin, and at B where all end
+        self.key_R = zeros(rows, dtype=torch.float32)  # this and the next two: see stochastic.py
+        self.share_R = zeros(rows, dtype=torch.float32)
+        self.hash_R = zeros(rows)
         self.hidden_RH = zeros(rows, hidden_size, dtype=dtype)
         self.stream_TH = zeros(padded_tokens + 1, hidden_size, dtype=dtype)  # see compile.kept_body
         self.path_RJ = zeros(rows, columns, dtype=torch.int32)
@@ -76,6 +79,7 @@ class BeamState:
             reason=zeros(rows),
             path=zeros(rows, columns, dtype=torch.int32),
         )
+        self.finished_key_F = zeros(rows, dtype=torch.float32)  # what a sample is kept by
 
     def start(self, num_requests: Tensor, requests: int) -> None:
         """Make one live row for each real request: its prompt, at the catalog's root, with nothing decoded."""
@@ -89,15 +93,17 @@ class BeamState:
         self.broken_B.zero_()
         self.finished.score.fill_(-torch.inf)
 
-    def set_aside(self, requests: int, rows: int, columns: int) -> Callable[[], None]:
+    def set_aside(self, requests: int, rows: int, columns: int, noisy: bool) -> Callable[[], None]:
         """Copy what a wave of this size has here between two levels, so that another may use the buffers; what is
-        returned puts it back. Both lie in stream order."""
+        returned puts it back. Both lie in stream order. `noisy`: some request wants a sample."""
         mine = [
             self.level, self.first_row_B1[: requests + 1], self.broken_B,
             *(each[:rows] for each in (self.cum_R, self.token_R, self.node_R, self.request_R)),
             self.path_RJ[:rows, :columns], self.token_JR[:columns, :rows], self.logprob_JR[:columns, :rows],
             *self.finished.head(rows, columns),
         ]  # fmt: skip
+        if noisy:
+            mine += [each[:rows] for each in (self.key_R, self.share_R, self.hash_R, self.finished_key_F)]
         copies = [each.clone() for each in mine]
 
         def put_back() -> None:
@@ -105,6 +111,13 @@ class BeamState:
                 each.copy_(copy)
 
         return put_back
+
+
+class Noise(NamedTuple):
+    """Which requests of a wave want a sample, and of which seed; the last entry is padding."""
+
+    asks_B1: Tensor  # int64, 1 for who does
+    seed_B1: Tensor  # int64
 
 
 @dataclass
@@ -134,6 +147,8 @@ class WaveData:
     special_S: Tensor | None  # int64, the tokenizer's special tokens, if anybody wants none of them
     suppressed_B1: Tensor  # int64, 1 for who does
     pruning: Pruning | None  # beams that policies give up, if any request has such a policy
+    cap_B1: Tensor | None  # int64, most beams behind one first token, if any request has such a policy
+    noise: Noise | None  # if any request wants a sample
     masks: Masks | None  # items that requests allow, if any of them does not allow all
     slot_base: Tensor  # int64, 0-d, first BeamKV slot of the wave
     slot_stride: Tensor  # int64, 0-d, BeamKV slots of one level

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ALL_CANDIDATES = 1 << 32
 """A join factor that no candidate list reaches."""
+NO_CAP = 1 << 31
+"""A cap that no group of candidates reaches."""
 
 
 @dataclass(eq=False)
@@ -50,7 +52,7 @@ class Search:
     mask: ItemMask | None = None
     """Items of the catalog that it allows; None: all."""
     plan: LevelPlan | None = None
-    """Its policy, if that gives up beams for which there is room."""
+    """Its policy, if that does more than set widths."""
     top_logprobs: int = 0
     return_beam_details: bool = False
     lease: ContextLease | None = field(default=None)
@@ -91,12 +93,17 @@ def narrowed(search: Search, mask: ItemMask) -> Search:
     return replace(search, mask=mask, widths=tuple(min(width, mask.num_allowed) for width in search.widths))
 
 
-def bound_widths(widths: tuple[int, ...], catalog: Catalog | None, vocab_size: int) -> tuple[int, ...]:
+def bound_widths(
+    widths: tuple[int, ...], catalog: Catalog | None, vocab_size: int, cap: int | None = None
+) -> tuple[int, ...]:
     """Rows that can be live after each level: never more than asked for, than SID prefixes exist, than parents have
-    children. Rows beyond that are dead for certain and would only cost time."""
+    children, than `cap` behind each first token. Rows beyond that are dead for certain and would only cost time."""
     bounded: list[int] = []
     previous = 1
+    first_tokens = vocab_size if catalog is None else catalog.index.nodes_at(1)
     for level, width in enumerate(widths):
+        if cap is not None:
+            width = min(width, cap * first_tokens)
         if catalog is None:
             previous = min(width, previous * vocab_size)
         else:
@@ -122,6 +129,7 @@ class Wave:
         self.places = rung(sum(search.rows for search in searches), max_rows)
         self.has_stops = any(search.stop_token_ids for search in searches)
         self.sampled = searches[0].sampling is not None
+        self.noisy = any(search.plan.noise for search in searches if search.plan)
         self.top_logprobs = max(search.top_logprobs for search in searches)
         self.return_beam_details = any(search.return_beam_details for search in searches)
         self.beam_lease: BeamLease | None = None
@@ -133,17 +141,25 @@ class Wave:
         """BeamKV slots that the wave needs: every level but the first writes one for each row that it decodes."""
         return self.stride * (self.num_levels - 1)
 
-    def pruning_arrays(self) -> dict[str, np.ndarray]:
-        """The fields of `pruning.Pruning`; empty if no request has such a policy."""
-        plans = [search.plan for search in self.searches]
-        if not any(plans):
-            return {}
-        every = [plan or LevelPlan(()) for plan in plans] + [LevelPlan(())] * (self.requests + 1 - len(plans))
-        return {
-            "margin_B1": np.array([plan.margin for plan in every], dtype=np.float64),
-            "mass_B1": np.array([plan.mass if plan.mass < 1 else np.inf for plan in every], dtype=np.float64),
-            "floor_B1": np.array([plan.floor for plan in every], dtype=np.int64),
-        }
+    def policy_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The fields of `pruning.Pruning`, `cap_B1`, and the fields of `state.Noise`; each empty if nobody asks."""
+        plans = [search.plan or LevelPlan(()) for search in self.searches]
+        plans += [LevelPlan(())] * (self.requests + 1 - len(plans))
+        pruning, caps, noise = {}, {}, {}
+        if any(plan.prunes for plan in plans):
+            pruning = {
+                "margin_B1": np.array([plan.margin for plan in plans], dtype=np.float64),
+                "mass_B1": np.array([plan.mass if plan.mass < 1 else np.inf for plan in plans], dtype=np.float64),
+                "floor_B1": np.array([plan.floor for plan in plans], dtype=np.int64),
+            }
+        if any(plan.cap is not None for plan in plans):
+            caps = {"cap_B1": np.array([plan.cap or NO_CAP for plan in plans], dtype=np.int64)}
+        if self.noisy:
+            noise = {
+                "asks_B1": np.array([plan.noise for plan in plans], dtype=np.int64),
+                "seed_B1": np.array([plan.seed or 0 for plan in plans], dtype=np.int64),
+            }
+        return pruning, caps, noise
 
     def mask_arrays(self) -> dict[str, np.ndarray]:
         """Which of the wave's distinct masks each request has, and these masks; empty if all allow all items."""

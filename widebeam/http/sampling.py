@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from widebeam.config import MAX_LEVELS
+from widebeam.config import MAX_LEVELS, Seed
 from widebeam.engine.request import Sampling, TokenId
 from widebeam.errors import InvalidRequest
 from widebeam.http.protocol import BeamWidth
@@ -31,7 +31,6 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-1e30, le=1e30)]  # float32, also when divided by the least temperature
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_LEVELS)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

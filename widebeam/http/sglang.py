@@ -7,11 +7,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from widebeam.config import Seed
 from widebeam.engine.request import MAX_TOP_LOGPROBS, LevelBeams, Normalizer, TokenId
 from widebeam.http.batches import MAX_BATCH
 from widebeam.http.body import Neutral, known_fields
 from widebeam.http.protocol import MAX_PROMPT_IDS, BeamWidth, PromptIds, RequestId, SearchOptions
-from widebeam.http.sampling import Levels, MinTokens, SamplingFields, Seed, StopString
+from widebeam.http.sampling import Levels, MinTokens, SamplingFields, StopString
 
 LABELS = (
     "cache_salt", "extra_key", "routing_key", "conversation_id", "custom_labels", "external_trace_header",
