@@ -19,7 +19,8 @@ from typing import Any, Literal
 import msgspec
 
 from widebeam.config import EngineConfig, convert
-from widebeam.constraints.catalog import Catalog, Catalogs
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.filter_spec import Filters
 from widebeam.constraints.filters import allowed_items
 from widebeam.engine.admission import Limits, admit, make_params
