@@ -161,6 +161,8 @@ def _count_before(marks: np.ndarray) -> np.ndarray:
 
 def _fanout_table(first_child: np.ndarray, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of nodes lo..hi-1: distinct child counts descending; nodes, and children, with at least that many children."""
+    if first_child[lo] == first_child[hi]:  # of leaves, which are many
+        return np.array([0]), np.array([hi - lo]), np.array([0])
     nodes_with = np.bincount(np.diff(first_child[lo : hi + 1]))
     counts = np.flatnonzero(nodes_with)[::-1]
     nodes = nodes_with[counts]

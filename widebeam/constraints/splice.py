@@ -31,11 +31,11 @@ class Splice:
         """Rows afterwards."""
         return int(np.count_nonzero(self.keep)) + self.place.size
 
-    def apply(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """The array afterwards; `new` has a value for each new row."""
+    def apply(self, old: np.ndarray, new: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """The array afterwards, in `out` if that is given; `new` has a value for each new row."""
         kept = np.ones(self.size, bool)
         kept[self.place] = False
-        spliced = np.empty(kept.size, old.dtype)
+        spliced = np.empty(kept.size, old.dtype) if out is None else out
         spliced[kept] = old[self.keep]
         spliced[self.place] = new
         return spliced

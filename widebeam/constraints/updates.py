@@ -48,7 +48,9 @@ def updated(catalog: Catalog, upsert: Iterable[Row], remove: Sequence[int | str]
         splice, file_rows, changed = _arrange(catalog, batch, before, codes, metadata)
     except HeaderMismatch as error:
         raise InvalidRequest(str(error), code="type_mismatch", param="upsert") from None
-    sorted_codes = np.stack([splice.apply(*columns) for columns in zip(before, changed, strict=True)])
+    sorted_codes = np.empty((catalog.depth, splice.size), np.int32)
+    for old, new, out in zip(before, changed, sorted_codes, strict=True):
+        splice.apply(old, new, out)
     if (sorted_codes[-1] < 0).all():
         raise InvalidRequest(
             f"no SID of {catalog.depth} levels would be left: load another catalog",
