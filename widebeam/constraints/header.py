@@ -15,6 +15,8 @@ from widebeam.errors import CatalogError
 SidForm = Literal["codes", "token_ids", "tokens"]
 MAX_DEPTH = 32
 """Levels that a SID may have."""
+MAX_NAME_LENGTH = 256
+"""Characters of a catalog's name in a request."""
 MAX_CODES = 1 << 20
 """Codes that a header may declare for one level."""
 PARQUET_KEY = b"widebeam"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -94,7 +95,7 @@ class CatalogIndex:
     def num_items(self) -> int:
         return int(self.item_hi[0])
 
-    @property
+    @functools.cached_property
     def num_sids(self) -> int:
         """Distinct SIDs."""
         return int(np.count_nonzero(self.num_terminal))
