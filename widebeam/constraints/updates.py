@@ -113,7 +113,10 @@ def _read(catalog: Catalog, upsert: Iterable[Row], remove: Sequence[int | str]) 
             raise InvalidRequest(f"{where}: {error}", code="invalid_item", param=where) from None
         name_once(item_id, where)
         for field in row.keys() - fields:
-            catalog.check_fields([field], f"{where}.{field}")
+            try:
+                catalog.check_fields([field], f"{where}.{field}")
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{where}: {error}", code=error.code, param=error.param) from None
         ids.append(item_id)
         objects.append(row)
     for number, item_id in enumerate(remove):
