@@ -11,6 +11,9 @@ import numpy as np
 
 from widebeam.errors import CatalogError
 
+_PIECE = 1 << 18
+"""Elements of one call to numpy that lets no other thread run: cumsum and bincount keep the interpreter's lock."""
+
 
 @dataclass(frozen=True, eq=False)
 class CatalogIndex:
@@ -156,7 +159,10 @@ def _ranges(codes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def _count_before(marks: np.ndarray) -> np.ndarray:
     """int32 [items + 1]; marked rows before each row, and of all."""
     counts = np.zeros(marks.size + 1, np.int32)
-    np.cumsum(marks, dtype=np.int32, out=counts[1:])
+    for start in range(0, marks.size, _PIECE):
+        piece = counts[start + 1 : start + 1 + _PIECE]
+        np.cumsum(marks[start : start + _PIECE], dtype=np.int32, out=piece)
+        piece += counts[start]
     return counts
 
 
@@ -164,7 +170,10 @@ def _fanout_table(first_child: np.ndarray, lo: int, hi: int) -> tuple[np.ndarray
     """Of nodes lo..hi-1: distinct child counts descending; nodes, and children, with at least that many children."""
     if first_child[lo] == first_child[hi]:  # of leaves, which are many
         return np.array([0]), np.array([hi - lo]), np.array([0])
-    nodes_with = np.bincount(np.diff(first_child[lo : hi + 1]))
+    children = np.diff(first_child[lo : hi + 1])
+    nodes_with = np.zeros(children.max() + 1, np.int64)
+    for start in range(0, children.size, _PIECE):
+        nodes_with += np.bincount(children[start : start + _PIECE], minlength=nodes_with.size)
     counts = np.flatnonzero(nodes_with)[::-1]
     nodes = nodes_with[counts]
     return counts, np.cumsum(nodes), np.cumsum(nodes * counts)
