@@ -29,7 +29,15 @@ from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.engine import Engine
 from widebeam.http import openai, sglang
 from widebeam.http.app import build_app
-from widebeam.http.protocol import RecommendRequest
+from widebeam.http.protocol import (
+    MAX_CHANGES,
+    CatalogInfo,
+    PutCatalog,
+    RecommendRequest,
+    RollBack,
+    UpdateItems,
+    UploadQuery,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 API = (ROOT / "docs" / "api.md").read_text()
@@ -73,6 +81,12 @@ def test_every_field_is_named_in_its_route() -> None:
     assert sampling | set(sglang.GenerateRequest.__struct_fields__) <= names(generate)
     assert set(openai.ChatRequest.__struct_fields__) <= names(chat)
     assert set(openai.CompletionRequest.__struct_fields__) <= names(completions)
+    live = section(API, "Live catalogs")
+    for kind in (CatalogInfo, UpdateItems, UploadQuery):
+        assert set(kind.__struct_fields__) <= names(live) | set(re.findall(r'"(\w+)":', live))
+    for kind in (PutCatalog, RollBack):
+        assert all(f'{{"{field}": ' in live or f"`{field}`" in live for field in kind.__struct_fields__)
+    assert f"{MAX_CHANGES:,}" in live
 
 
 def test_refused_and_ignored_fields_are_those_of_the_code() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from widebeam.blocking import LoopThread
+from widebeam.catalog_calls import CatalogCalls
 from widebeam.config import API_KEY_VARIABLE
 from widebeam.constraints.filter_spec import Filters
 from widebeam.engine.request import Normalizer
@@ -28,13 +29,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(CatalogCalls):
     """Talks to one server over kept connections. Close it, or use it in `async with`.
 
     `timeout` bounds each call in seconds, retries included; the server is told what remains of it. A call is repeated
     up to `max_retries` times when no connection could be made, it broke before an answer began, or the answer is 408,
     429, 502 or 503; after a random pause that is never shorter than the server's Retry-After, and in the long run for
-    one call in ten. Repeating is safe: a search changes nothing on the server. Cancelling a call ends its search.
+    one call in ten. Repeating is safe: a search changes nothing on the server, and what does is never repeated.
+    Cancelling a call ends its search.
 
     `api_key` is sent as a bearer token; None: the environment's WIDEBEAM_API_KEY, if it is set. `max_connections` is
     how many calls run at once; more wait. Calls may come from many tasks of one event loop, and of the next one when
@@ -291,4 +293,9 @@ class Client:
     completions = _blocking(AsyncClient.completions)
     abort = _blocking(AsyncClient.abort)
     models = _blocking(AsyncClient.models)
+    catalogs = _blocking(AsyncClient.catalogs)
+    catalog = _blocking(AsyncClient.catalog)
+    update_items = _blocking(AsyncClient.update_items)
+    rollback = _blocking(AsyncClient.rollback)
+    put_catalog = _blocking(AsyncClient.put_catalog)
     health = _blocking(AsyncClient.health)

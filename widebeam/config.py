@@ -28,6 +28,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Catalog file: parquet, JSONL, MiniOneRec index.json or packed sid2pid JSON. Without one, any token is legal."""
     catalog_name: str | None = None
     """Name by which requests choose the catalog; by default the file's name without its ending."""
+    catalog_history: Annotated[int, Meta(ge=0, le=100)] = 3
+    """Earlier versions of each catalog that are kept in the host's memory, to go back to."""
+    watch_catalogs: bool = False
+    """Load a catalog again when its file, or the header beside it, has changed."""
+    watch_interval_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Time between two looks at the files. One that changed is loaded when the next look finds it as it was."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: cuda where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -90,6 +96,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest request body."""
     body_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
     """Time within which a request body must have arrived."""
+    max_update_bytes: Positive = 32 << 20
+    """Largest body of changed catalog items."""
+    catalog_root: str | None = None
+    """Folder whose catalog files administrators may load by their path. Without it they can only upload some."""
+    max_upload_bytes: Positive = 4 << 30
+    """Largest catalog file that is uploaded. It passes through the folder for temporary files (TMPDIR)."""
+    upload_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Time within which an uploaded file must have arrived."""
     keepalive_timeout_s: Annotated[float, Meta(gt=0)] = 75.0
     """Time after which an idle connection, or one with half a header, is closed."""
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0

@@ -8,6 +8,7 @@ WideBeamError
 |   |-- NotFound           404
 |   |-- MethodNotAllowed   405
 |   |-- RequestTimeout     408   the body did not arrive in time
+|   |-- Conflict           409   what is to be changed is not as the caller thinks
 |   |-- PayloadTooLarge    413
 |   |-- Overloaded         429   retry later
 |   |-- Cancelled          499   the client went away
@@ -81,6 +82,10 @@ class MethodNotAllowed(RequestError):
 
 class RequestTimeout(RequestError):
     status, code, retryable = 408, "request_timeout", True
+
+
+class Conflict(RequestError):
+    status, code = 409, "conflict"
 
 
 class PayloadTooLarge(RequestError):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -16,7 +16,9 @@ from widebeam.retries import RetryBudget, error_of, pause_s, retryable
 
 T = TypeVar("T")
 
-Body = Callable[[float], bytes | None]
+Data = bytes | IO[bytes] | None
+"""A body of JSON, a file, or none."""
+Body = Callable[[float], Data]
 """Makes the body of a try that has so many seconds left."""
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -43,8 +45,10 @@ class Transport:
             await self._session.close()
             self._session = None
 
-    async def call(self, method: str, path: str, kind: Any, body: Body, within_s: float) -> Any:
-        """The answer to a call, after as many tries as it takes."""
+    async def call(
+        self, method: str, path: str, kind: Any, body: Body, within_s: float, *, repeatable: bool = True
+    ) -> Any:
+        """The answer to a call, after as many tries as it takes; after one if it may not be repeated."""
         deadline = time.monotonic() + within_s
         self._budget.earn()
         attempt = 0
@@ -57,17 +61,23 @@ class Transport:
                 raise error_of(status, headers, content)
             except (RequestError, ServerUnreachable) as error:
                 pause = pause_s(error, attempt)
-                may = attempt < self._max_retries and time.monotonic() + pause < deadline and not self._closed
+                may = (
+                    repeatable
+                    and attempt < self._max_retries
+                    and time.monotonic() + pause < deadline
+                    and not self._closed
+                )
                 if not (may and retryable(error) and self._budget.spend()):
                     raise
             await asyncio.sleep(pause)
             attempt += 1
 
     async def exchange(
-        self, method: str, path: str, data: bytes | None, within_s: float
+        self, method: str, path: str, data: Data, within_s: float
     ) -> tuple[int, Mapping[str, str], bytes]:
         """One try: status, headers and content of a whole answer."""
-        headers = None if data is None else {"Content-Type": "application/json"}
+        media = "application/json" if isinstance(data, bytes) else "application/octet-stream"
+        headers = None if data is None else {"Content-Type": media}
         url = self._base_url + path
         begun = False
         try:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from tests.constraints import strategies
 from tests.constraints.catalog_files import write_header, write_jsonl, write_minionerec, write_packed, write_parquet
-from widebeam.constraints.catalog import Catalog, Catalogs
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.report import inspect
 from widebeam.engine.request import NO_CATALOG
 from widebeam.errors import InvalidRequest, NotFound

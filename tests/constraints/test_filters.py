@@ -22,7 +22,8 @@ from tests.constraints import strategies
 from tests.constraints.catalog_files import write_header, write_jsonl, write_parquet
 from tests.constraints.filter_oracle import passes
 from widebeam.constraints import filters as module
-from widebeam.constraints.catalog import Catalog, Catalogs
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.filter_spec import MAX_FILTER_IDS, MAX_PREDICATES, MAX_VALUES, Filters, Predicate
 from widebeam.constraints.filters import ItemMask, MaskCache, allowed_items
 from widebeam.constraints.item_ids import INT64, ItemIds

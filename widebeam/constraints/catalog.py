@@ -1,11 +1,11 @@
-"""One version of a catalog: its items, their SIDs and the index over them; and the catalogs of a server by name."""
+"""One version of a catalog: its items, their SIDs and the index over them."""
 
 from __future__ import annotations
 
 import difflib
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from widebeam.constraints.codebooks import Codebook, Vocabulary, encode_sids, si
 from widebeam.constraints.filter_spec import Predicate
 from widebeam.constraints.filters import MaskCache, check_named
 from widebeam.constraints.header import Header, HeaderMismatch, SidForm, base_name
-from widebeam.constraints.index import CatalogIndex
+from widebeam.constraints.index import CatalogIndex, sort_order
 from widebeam.constraints.item_ids import ItemIds
 from widebeam.constraints.markers import Markers
 from widebeam.constraints.rows import Metadata, Problems, Rows
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import CatalogError, InvalidRequest, NotFound
+from widebeam.errors import CatalogError, InvalidRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +45,22 @@ class Catalog:
     """Tokens around a SID. They are part of no path."""
     format: str
     """jsonl, parquet, minionerec or sid2pid."""
+    sid_lengths: frozenset[int]
+    """Of SIDs when the catalog was loaded."""
+    source: str
+    """Where it came from, in words."""
+    made_at: float
+    """Unix time in seconds."""
     _ids: ItemIds = field(repr=False)
     _metadata: Metadata = field(repr=False)
     _codes: np.ndarray = field(repr=False)
-    """int32 [items, depth]; the codes along each item's path, -1 behind a shorter SID."""
+    """int32 [depth, items]; the codes along each item's path, -1 behind a shorter SID."""
     _order: np.ndarray = field(repr=False)
-    """int64 [items]; row -> file row."""
+    """int64 [items]; row -> file row. Updates add file rows behind those of the file and leave others without item."""
     _rank: np.ndarray = field(repr=False)
-    """int32 [items]; file row -> row."""
+    """int32 [file rows]; file row -> row, -1 where no item is left."""
+    _place: np.ndarray = field(repr=False)
+    """int64 [file rows]; the order of items that nothing else orders: the file's, then that of their coming."""
     masks: MaskCache = field(init=False, repr=False, default_factory=MaskCache)
     """Of items that meet conditions. Every version has its own."""
 
@@ -84,31 +92,34 @@ class Catalog:
             problems.check()
             markers = Markers.of(header, vocabulary, codebooks)
             _check_columns(header, rows.metadata.fields)
-            first = _declared_order(header, rows.metadata)
+            first = declared_order(header, rows.metadata.column)
             check_named(header.filters, rows.metadata)
         except InvalidRequest as error:
             raise CatalogError(f"{place}: {error.param}: {error}") from None
         except HeaderMismatch as error:
             raise CatalogError(f"{place or path.name}: {error}") from None
-        index, order = CatalogIndex.build(codes if first is None else codes[first])
+        order = sort_order(codes if first is None else codes[first])
         order = order if first is None else first[order]
-        rank = np.empty(order.size, np.int32)
-        rank[order] = np.arange(order.size, dtype=np.int32)
+        sorted_codes = np.ascontiguousarray(codes[order].T)
         return cls(
             name=name,
             version=1,
-            index=index,
+            index=CatalogIndex.of_sorted(sorted_codes),
             codebooks=codebooks,
             header=header,
             header_place=place,
             sid_form=sid_form(rows, header),
             markers=markers,
             format=rows.format,
+            sid_lengths=frozenset(np.unique(rows.lengths).tolist()),
+            source=path.name,
+            made_at=time.time(),
             _ids=rows.ids,
             _metadata=rows.metadata,
-            _codes=codes[order],
+            _codes=sorted_codes,
             _order=order,
-            _rank=rank,
+            _rank=rank_of(order, order.size),
+            _place=np.arange(order.size),
         )
 
     @property
@@ -192,7 +203,7 @@ class Catalog:
         if name not in declared:
             known = ", ".join(declared) or "none"
             raise InvalidRequest(
-                f"catalog {self.name!r} has no filter {name!r}{_hint(name, declared)}; it has: {known}",
+                f"catalog {self.name!r} has no filter {name!r}{hint(name, declared)}; it has: {known}",
                 code="unknown_filter",
                 param=param,
             )
@@ -204,54 +215,13 @@ class Catalog:
             if name not in self.fields:
                 known = ", ".join(self.fields) or "none"
                 raise InvalidRequest(
-                    f"catalog {self.name!r} has no metadata column {name!r}{_hint(name, self.fields)}; it has: {known}",
+                    f"catalog {self.name!r} has no metadata column {name!r}{hint(name, self.fields)}; it has: {known}",
                     code="unknown_field",
                     param=param,
                 )
 
     def _path(self, row: int) -> list[int]:
-        return [code for code in self._codes[row].tolist() if code >= 0]
-
-
-class Catalogs:
-    """The current version of each catalog by name."""
-
-    def __init__(self) -> None:
-        self._current: dict[str, Catalog] = {}
-        self._versions: Counter[str] = Counter()
-
-    def next_version(self, catalog: Catalog) -> Catalog:
-        """The catalog with the next version number of its name; a number is given once."""
-        self._versions[catalog.name] += 1
-        return replace(catalog, version=self._versions[catalog.name])
-
-    def add(self, catalog: Catalog) -> None:
-        """Offer a catalog under its name, in place of an earlier version."""
-        self._current[catalog.name] = catalog
-
-    def names(self) -> list[str]:
-        return sorted(self._current)
-
-    def get(self, name: str | None) -> Catalog | None:
-        """The catalog that a request names. None asks for the only one, if there is one; "none" for no constraint.
-
-        Raises NotFound (`unknown_catalog`), or InvalidRequest (`ambiguous_catalog`) when none is named and there are
-        several.
-        """
-        if name == NO_CATALOG or (name is None and not self._current):
-            return None
-        known = ", ".join(self.names()) or "none"
-        if name is None:
-            if len(self._current) > 1:
-                raise InvalidRequest(f"name one of the catalogs: {known}", code="ambiguous_catalog", param="catalog")
-            return next(iter(self._current.values()))
-        if name not in self._current:
-            raise NotFound(
-                f"unknown catalog {name!r}{_hint(name, self._current)}; known are: {known}",
-                code="unknown_catalog",
-                param="catalog",
-            )
-        return self._current[name]
+        return [code for code in self._codes[:, row].tolist() if code >= 0]
 
 
 def _check_unique(rows: Rows, problems: Problems) -> None:
@@ -270,22 +240,32 @@ def _check_columns(header: Header, columns: tuple[str, ...]) -> None:
     for place, column in named:
         if column not in columns:
             known = ", ".join(columns) or "none"
-            raise HeaderMismatch(f"{place}: no metadata column {column!r}{_hint(column, columns)}; there are: {known}")
+            raise HeaderMismatch(f"{place}: no metadata column {column!r}{hint(column, columns)}; there are: {known}")
 
 
-def _declared_order(header: Header, metadata: Metadata) -> np.ndarray | None:
-    """int64 [items] file rows sorted by the header's order column, or None for the file's order."""
+def rank_of(order: np.ndarray, file_rows: int) -> np.ndarray:
+    """int32 [file rows]; the place of each in `order`, -1 for those that are not there."""
+    rank = np.full(file_rows, -1, np.int32)
+    rank[order] = np.arange(order.size, dtype=np.int32)
+    return rank
+
+
+def declared_order(header: Header, column: Callable[[str], pa.ChunkedArray]) -> np.ndarray | None:
+    """int64 [rows]; the rows of a column sorted as the header declares it, or None for the order that they have.
+
+    Raises HeaderMismatch.
+    """
     if header.order is None:
         return None
     direction = "descending" if header.order.descending else "ascending"
     try:
-        column = metadata.column(header.order.column)
-        order = pc.array_sort_indices(column, order=direction, null_placement="at_end")
+        values = column(header.order.column)
+        order = pc.array_sort_indices(values, order=direction, null_placement="at_end")
     except pa.ArrowException as error:
         raise HeaderMismatch(f"order.column: cannot sort by {header.order.column!r}: {error}") from None
     return order.to_numpy().astype(np.int64)
 
 
-def _hint(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+def hint(name: str, known: Sequence[str] | dict[str, Any]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

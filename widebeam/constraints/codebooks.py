@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    """The tokens of one level. Fixed for the life of a catalog: the `level` normaliser sums over it."""
+    """The tokens of one level, over which the `level` normaliser sums. Updates add to it, unless it is declared."""
 
     token_ids: np.ndarray
     """int64 [C], ascending."""
@@ -40,6 +41,17 @@ class Codebook:
     """By the header; otherwise these are the tokens that the file holds."""
     resolved: bool
     """False: made-up token ids, for want of a tokenizer."""
+
+    def find(self, values: np.ndarray) -> np.ndarray:
+        """int32; the place of each value as the file writes it, -1 where the codebook lacks it."""
+        ascending, places = self._by_value
+        at = np.minimum(np.searchsorted(ascending, values), ascending.size - 1)
+        return np.where(ascending[at] == values, places[at], np.int32(-1))
+
+    @functools.cached_property
+    def _by_value(self) -> tuple[np.ndarray, np.ndarray]:
+        order = np.argsort(self.values, kind="stable")
+        return self.values[order], order.astype(np.int32)
 
 
 def sid_form(rows: Rows, header: Header) -> SidForm:
@@ -52,18 +64,19 @@ def sid_form(rows: Rows, header: Header) -> SidForm:
 
 
 def encode_sids(
-    rows: Rows, header: Header, vocabulary: Vocabulary, problems: Problems
+    rows: Rows, header: Header, vocabulary: Vocabulary, problems: Problems, known: Sequence[Codebook] = ()
 ) -> tuple[np.ndarray, list[Codebook]]:
     """int32 [rows, depth] places in the codebooks, -1 behind a shorter SID, and the codebook of each level.
 
-    What is wrong with single items goes to `problems`, and the result is of use only if there are none. Raises
-    HeaderMismatch for what is wrong with a level as a whole.
+    `known`: the codebooks of a catalog that these rows come to, one for each level, which then hold more if they are
+    not declared; no SID of the rows is longer. What is wrong with single items goes to `problems`, and the result is of
+    use only if there are none. Raises HeaderMismatch for what is wrong with a level as a whole.
     """
     form = sid_form(rows, header)
     header.check_levels(form)
     rows = without_markers(rows, form, header, vocabulary, problems)
     levels = header.levels or ()
-    depth = _depth(rows, levels, problems)
+    depth = len(known) or _depth(rows, levels, problems)
     starts = np.cumsum(rows.lengths) - rows.lengths
     codes = np.full((len(rows.lengths), depth), -1, np.int32)
     books: list[Codebook] = []
@@ -72,7 +85,10 @@ def encode_sids(
         present, inverse = _distinct(rows.values[starts[spelled] + number])
         written = present if rows.tokens is None else np.array(rows.tokens, object)[present]
         level = _Level(number, form, levels[number] if levels else None, vocabulary)
-        book, places, faults = level.codebook(written, sum(book.token_ids.size for book in books))
+        if known:
+            book, places, faults = level.grown(known[number], written)
+        else:
+            book, places, faults = level.codebook(written, sum(book.token_ids.size for book in books))
         books.append(book)
         codes[spelled, number] = places[inverse]
         _report(rows, problems, number, spelled, inverse, faults)
@@ -140,15 +156,34 @@ class _Level:
         entries = np.minimum(np.searchsorted(values, written), len(values) - 1)
         entries = np.where(values[entries] == written, entries, -1)
         self._refuse_level(values, token_ids, wrong, entries)
-        outside = f"outside the declared codebook of {len(values)} codes"
         faults = {
-            int(i): wrong.get(int(entries[i]), f"{self._show(written[i])} is {outside}")
+            int(i): wrong.get(int(entries[i]), self._outside(written[i], len(values)))
             for i in np.flatnonzero((entries < 0) | np.isin(entries, list(wrong)))
         }
         order = np.argsort(token_ids, kind="stable")
         place = np.empty(order.size, np.int32)
         place[order] = np.arange(order.size)
         return Codebook(token_ids[order], values[order], declared is not None, resolved), place[entries], faults
+
+    def grown(self, book: Codebook, written: np.ndarray) -> tuple[Codebook, np.ndarray, dict[int, str]]:
+        """As `codebook`, of a level that has one, which stays as it is if it is declared or holds all that is written.
+
+        Raises HeaderMismatch for a new code that is the token of another.
+        """
+        new = np.flatnonzero(book.find(written) < 0)
+        faults: dict[int, str] = {}
+        if book.declared:
+            faults = {int(i): self._outside(written[i], book.token_ids.size) for i in new}
+        elif new.size:
+            more, _, wrong = self.codebook(written[new], surrogate=0)
+            faults = {int(new[i]): fault for i, fault in wrong.items()}
+            if not faults:
+                token_ids = np.concatenate([book.token_ids, more.token_ids])
+                values = np.concatenate([book.values, more.values])
+                self._refuse_level(values, token_ids, {}, np.zeros(0, np.int64))
+                order = np.argsort(token_ids)
+                book = Codebook(token_ids[order], values[order], declared=False, resolved=book.resolved)
+        return book, book.find(written), faults
 
     def _declared(self) -> np.ndarray | None:
         """All codes that the header declares, ascending, as the file would write them."""
@@ -217,6 +252,9 @@ class _Level:
         if same.size:
             first, second = (self._show(values[i]) for i in order[same[0] : same[0] + 2])
             raise HeaderMismatch(f"level {self.number}: {first} and {second} are the same token {ascending[same[0]]}")
+
+    def _outside(self, value: int | str, size: int) -> str:
+        return f"{self._show(value)} is outside the declared codebook of {size} codes"
 
     def _show(self, value: int | str) -> str:
         return f"{_NOUNS[self.form]} {value!r}" if isinstance(value, str) else f"{_NOUNS[self.form]} {value}"

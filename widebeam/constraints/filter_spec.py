@@ -14,7 +14,10 @@ MAX_PREDICATES = 64
 MAX_VALUES = 10_000
 """Values of one `in` or `not_in`."""
 
-ItemId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(max_length=512)]
+MAX_ID_LENGTH = 512
+"""Characters of an item id."""
+
+ItemId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(max_length=MAX_ID_LENGTH)]
 FilterName = Annotated[str, Meta(min_length=1, max_length=256)]
 Op = Literal["==", "!=", "<", "<=", ">", ">=", "in", "not_in", "contains"]
 Scalar = bool | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float | Annotated[str, Meta(max_length=4096)]

@@ -17,6 +17,8 @@ Marker = Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[int, Met
 """A token, by its string or its id."""
 MAX_DEPTH = 32
 """Levels that a SID may have."""
+MAX_NAME_LENGTH = 256
+"""Characters of a catalog's name in a request."""
 MAX_CODES = 1 << 20
 """Codes that a header may declare for one level."""
 PARQUET_KEY = b"widebeam"

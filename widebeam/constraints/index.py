@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from widebeam.errors import CatalogError
+
+_PIECE = 1 << 18
+"""Elements of one call to numpy that lets no other thread run: cumsum and bincount keep the interpreter's lock."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,26 +50,45 @@ class CatalogIndex:
         `codes` is int32 [items >= 1, depth >= 1]: codes from 0 up, and -1 behind the end of a shorter SID. Raises
         CatalogError when the tree has 2**31 nodes or more.
         """
-        order = _sort_order(codes)
-        level_nodes = list(_levels(codes, order))
-        sizes = [1] + [nodes.code.size for nodes in level_nodes]
-        level_start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        if level_start[-1] > np.iinfo(np.int32).max:
-            raise CatalogError(f"the catalog's prefix tree has {level_start[-1]} nodes; the limit is 2**31 - 1")
-        root = _LevelNodes.root(codes)
-        first_child = _first_children([root, *level_nodes], level_start)
-        index = cls(
-            depth=codes.shape[1],
+        order = sort_order(codes)
+        return cls.of_sorted(np.ascontiguousarray(codes[order].T)), order
+
+    @classmethod
+    def of_sorted(cls, codes: np.ndarray) -> CatalogIndex:
+        """Index of items that are sorted already: int32 [depth, items], a level in one piece. Raises as `build`."""
+        depth, num_items = codes.shape
+        ranges = [(np.zeros(1, np.int32), np.array([num_items], np.int32)), *_ranges(codes)]
+        level_start = np.concatenate([[0], np.cumsum([lo.size for lo, _ in ranges])]).astype(np.int64)
+        num_nodes = int(level_start[-1])
+        if num_nodes > np.iinfo(np.int32).max:
+            raise CatalogError(f"the catalog's prefix tree has {num_nodes} nodes; the limit is 2**31 - 1")
+        code, num_terminal = np.zeros(num_nodes, np.int32), np.zeros(num_nodes, np.int32)
+        first_child = np.full(num_nodes + 1, num_nodes, np.int32)
+        for level, (lo, hi) in enumerate(ranges):
+            nodes = slice(*level_start[level : level + 2])
+            if level > 0:
+                np.take(codes[level - 1], lo, out=code[nodes])
+            if level == depth:
+                np.subtract(hi, lo, out=num_terminal[nodes])
+                break
+            if (codes[level] < 0).any():
+                ended = _count_before(codes[level] < 0)
+                num_terminal[nodes] = ended[hi] - ended[lo]
+            # a node's first child is the first node one level down that begins at or behind its first row
+            begins = np.zeros(num_items, bool)
+            begins[ranges[level + 1][0]] = True
+            first_child[nodes] = level_start[level + 1] + _count_before(begins)[lo]
+        return cls(
+            depth=depth,
             level_start=level_start,
             first_child=first_child,
-            code=np.concatenate([root.code] + [nodes.code for nodes in level_nodes]),
-            item_lo=np.concatenate([root.lo] + [nodes.lo for nodes in level_nodes]),
-            item_hi=np.concatenate([root.hi] + [nodes.hi for nodes in level_nodes]),
-            num_terminal=np.concatenate([root.terminal] + [nodes.terminal for nodes in level_nodes]),
-            mixed_depth=bool((codes[:, -1] < 0).any()),
+            code=code,
+            item_lo=np.concatenate([lo for lo, _ in ranges]),
+            item_hi=np.concatenate([hi for _, hi in ranges]),
+            num_terminal=num_terminal,
+            mixed_depth=bool((codes[-1] < 0).any()),
             _fanouts=[_fanout_table(first_child, lo, hi) for lo, hi in itertools.pairwise(level_start)],
         )
-        return index, order
 
     @property
     def num_nodes(self) -> int:
@@ -74,7 +98,7 @@ class CatalogIndex:
     def num_items(self) -> int:
         return int(self.item_hi[0])
 
-    @property
+    @functools.cached_property
     def num_sids(self) -> int:
         """Distinct SIDs."""
         return int(np.count_nonzero(self.num_terminal))
@@ -101,22 +125,7 @@ class CatalogIndex:
         return int(children[at] - (nodes[at] - width) * counts[at])
 
 
-@dataclass(frozen=True, eq=False)
-class _LevelNodes:
-    """The nodes of one depth, in order: int32 arrays of one length."""
-
-    code: np.ndarray
-    lo: np.ndarray
-    hi: np.ndarray
-    terminal: np.ndarray
-
-    @classmethod
-    def root(cls, codes: np.ndarray) -> _LevelNodes:
-        zero = np.zeros(1, np.int32)
-        return cls(code=zero, lo=zero, hi=np.array([len(codes)], np.int32), terminal=zero)
-
-
-def _sort_order(codes: np.ndarray) -> np.ndarray:
+def sort_order(codes: np.ndarray) -> np.ndarray:
     """Stable lexicographic order of the rows. As many columns as fit are packed into each 64-bit sort key."""
     keys: list[np.ndarray] = []
     room = 1
@@ -133,43 +142,38 @@ def _sort_order(codes: np.ndarray) -> np.ndarray:
     return np.lexsort(keys[::-1])
 
 
-def _levels(codes: np.ndarray, order: np.ndarray) -> list[_LevelNodes]:
-    """The nodes of each depth from 1 on: a node begins where the sorted rows' prefix of that length changes."""
-    num_items, depth = codes.shape
-    levels = []
+def _ranges(codes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of the nodes of each depth from 1 on, in order: first row, and one past the last, int32. A node begins where the
+    sorted rows' prefix of that length changes."""
+    num_items = codes.shape[1]
     changed = np.zeros(num_items, bool)
     changed[0] = True
-    column = codes[order, 0]
-    for level in range(depth):
+    for column in codes:
         changed[1:] |= column[1:] != column[:-1]
-        bounds = np.flatnonzero(changed)
-        spelled = column[bounds] >= 0
-        lo = bounds[spelled]
-        hi = np.append(bounds[1:], num_items)[spelled]
-        code = column[lo]
-        if level + 1 < depth:
-            column = codes[order, level + 1]
-            ended = np.concatenate([[0], np.cumsum(column < 0)])
-            terminal = ended[hi] - ended[lo]
-        else:
-            terminal = hi - lo
-        levels.append(_LevelNodes(code, lo.astype(np.int32), hi.astype(np.int32), terminal.astype(np.int32)))
-    return levels
+        lo = np.flatnonzero(changed).astype(np.int32)
+        hi = np.append(lo[1:], np.int32(num_items))
+        spelled = column[lo] >= 0
+        yield (lo, hi) if spelled.all() else (lo[spelled], hi[spelled])
 
 
-def _first_children(levels: list[_LevelNodes], level_start: np.ndarray) -> np.ndarray:
-    """int32 [N + 1]. A node's first child is the first node one level down that begins at or behind its first row."""
-    parts = [
-        level_start[depth + 1] + np.searchsorted(levels[depth + 1].lo, nodes.lo)
-        for depth, nodes in enumerate(levels[:-1])
-    ]
-    leaves = np.full(levels[-1].lo.size + 1, level_start[-1])
-    return np.concatenate([*parts, leaves]).astype(np.int32)
+def _count_before(marks: np.ndarray) -> np.ndarray:
+    """int32 [items + 1]; marked rows before each row, and of all."""
+    counts = np.zeros(marks.size + 1, np.int32)
+    for start in range(0, marks.size, _PIECE):
+        piece = counts[start + 1 : start + 1 + _PIECE]
+        np.cumsum(marks[start : start + _PIECE], dtype=np.int32, out=piece)
+        piece += counts[start]
+    return counts
 
 
 def _fanout_table(first_child: np.ndarray, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of nodes lo..hi-1: distinct child counts descending; nodes, and children, with at least that many children."""
-    nodes_with = np.bincount(np.diff(first_child[lo : hi + 1]))
+    if first_child[lo] == first_child[hi]:  # of leaves, which are many
+        return np.array([0]), np.array([hi - lo]), np.array([0])
+    children = np.diff(first_child[lo : hi + 1])
+    nodes_with = np.zeros(children.max() + 1, np.int64)
+    for start in range(0, children.size, _PIECE):
+        nodes_with += np.bincount(children[start : start + _PIECE], minlength=nodes_with.size)
     counts = np.flatnonzero(nodes_with)[::-1]
     nodes = nodes_with[counts]
     return counts, np.cumsum(nodes), np.cumsum(nodes * counts)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
+from widebeam.constraints.splice import Splice
+
 INT64 = range(-(2**63), 2**63)
 
 
@@ -20,10 +22,14 @@ class ItemIds:
 
     @classmethod
     def of(cls, values: list[int | str]) -> ItemIds:
-        is_int = np.fromiter((type(value) is int for value in values), bool, len(values))
-        if is_int.all() and all(value in INT64 for value in values):
+        if all(type(value) is int and value in INT64 for value in values):
             return cls(np.array(values, np.int64))
+        return cls._of_text(values)
+
+    @classmethod
+    def _of_text(cls, values: Sequence[int | str]) -> ItemIds:
         text = pa.array(map(str, values), pa.large_string(), size=len(values))
+        is_int = np.fromiter((type(value) is int for value in values), bool, len(values))
         return cls(text, is_int if is_int.any() else None)
 
     @classmethod
@@ -81,6 +87,36 @@ class ItemIds:
             found[asked[same]] = rows[at[same]]
             at, wanted, asked = at[~same] + 1, wanted[~same], asked[~same]
 
+    def as_kept(self, item_id: int | str) -> int | str | None:
+        """A new id as it would be kept; None where all are integers and it is none."""
+        return _canonical_int(item_id) if isinstance(self._values, np.ndarray) else item_id
+
+    def updated(self, gone: np.ndarray, ids: Sequence[int | str]) -> ItemIds:
+        """With rows of these ids, as they are kept, behind the last. The rows `gone`, each given once, stay where they
+        are, but nothing finds them any more. Copies arrays, and looks at no other id."""
+        if isinstance(self._values, np.ndarray):
+            updated = ItemIds(np.concatenate([self._values, np.array(ids, np.int64)]))
+        else:
+            further = ItemIds._of_text(ids)
+            marked = self._is_int is not None or further._is_int is not None
+            is_int = np.concatenate([self._marks, further._marks]) if marked else None
+            updated = ItemIds(pa.concat_arrays([self._values, further._values]), is_int)
+        keys, rows = self._sorted
+        new_keys, new_rows = updated._keyed(len(self))
+        splice = Splice.of(keys.size, self._places(gone), np.searchsorted(keys, new_keys))
+        updated._sorted = splice.apply(keys, new_keys), splice.apply(rows, new_rows)
+        return updated
+
+    def filter(self, keep: np.ndarray) -> ItemIds:
+        """Only the rows that `keep`, bool [rows], marks: all that can be found."""
+        if isinstance(self._values, np.ndarray):
+            kept = ItemIds(self._values[keep])
+        else:
+            kept = ItemIds(self._values.filter(pa.array(keep)), None if self._is_int is None else self._is_int[keep])
+        keys, rows = self._sorted
+        kept._sorted = keys, (np.cumsum(keep, dtype=np.int32) - np.int32(1))[rows]
+        return kept
+
     def duplicates(self) -> list[tuple[int, int]]:
         """(row, first row with the same id) for every row whose id was there before, by row."""
         keys, rows = self._sorted
@@ -97,12 +133,26 @@ class ItemIds:
     @functools.cached_property
     def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
         """Keys ascending and their rows: the ids themselves, or Python's 64-bit hash of their text."""
-        if isinstance(self._values, np.ndarray):
-            keys = self._values
-        else:
-            keys = np.fromiter(_hashes(self._values), np.int64, len(self._values))
+        return self._keyed(0)
+
+    def _keyed(self, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """The part of `_sorted` that is of rows from `start` on."""
+        keys = _keys(self._values[start:])
         order = np.argsort(keys, kind="stable")
-        return keys[order], order.astype(np.int32)
+        return keys[order], (start + order).astype(np.int32)
+
+    def _places(self, rows: np.ndarray) -> np.ndarray:
+        """Where these rows, which can be found, lie in `_sorted`."""
+        keys, found = self._sorted
+        at = np.searchsorted(keys, _keys(self._values.take(rows)))
+        while (other := found[at] != rows).any():  # texts whose hash another has too
+            at += other
+        return at
+
+    @property
+    def _marks(self) -> np.ndarray:
+        """bool [rows]; texts that are declared as integers."""
+        return np.zeros(len(self), bool) if self._is_int is None else self._is_int
 
     def _keys_of(self, item_ids: Sequence[int | str]) -> tuple[np.ndarray, np.ndarray]:
         """Keys of those ids that can have one, and their places."""
@@ -121,6 +171,10 @@ class ItemIds:
 
     def _text(self, row: int) -> str:
         return str(self._values[int(row)].as_py())
+
+
+def _keys(values: np.ndarray | pa.LargeStringArray) -> np.ndarray:
+    return values if isinstance(values, np.ndarray) else np.fromiter(_hashes(values), np.int64, len(values))
 
 
 def _hashes(column: pa.LargeStringArray, batch: int = 1 << 16) -> Iterator[int]:

@@ -33,8 +33,8 @@ def read_jsonl(path: Path) -> Rows:
     text = path.read_bytes()
     view = memoryview(text)
     decode = msgspec.json.Decoder(dict).decode
-    collector, problems = _Collector(), Problems(path.name)
-    starts, ends = array("q"), array("q")
+    collector, problems = Collector(), Problems(path.name)
+    starts = array("q")
     fields: dict[str, None] = {}
     begin = number = 0
     while begin < len(text):
@@ -46,17 +46,18 @@ def read_jsonl(path: Path) -> Rows:
                 row = decode(view[begin:end])
                 collector.add(row.get("item_id"), row.get("sid"))
                 starts.append(begin)
-                ends.append(end)
                 if not row.keys() <= fields.keys():
                     fields |= dict.fromkeys(row)
         except (msgspec.DecodeError, RecursionError) as error:
             problems.add(number, f"{path.name}:{number}: not a JSON object: {error}")
-        except _BadRow as error:
+        except BadRow as error:
             problems.add(number, f"{path.name}:{number}: {error}")
         begin = end + 1
     problems.check()
-    offsets = np.array(starts)
-    metadata = JsonObjects(text, offsets, np.array(ends), fields)
+    offsets = np.append(np.array(starts, np.int64), len(text))
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(text)]
+    objects = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(starts), buffers)
+    metadata = JsonObjects(pa.chunked_array([objects]), fields)
 
     def where(row: int) -> str:
         line = text.count(b"\n", 0, offsets[row]) + 1
@@ -77,11 +78,11 @@ def read_json(path: Path, header: Header) -> Rows:
 
 def _minionerec(path: Path, entries: dict[str, Any]) -> Rows:
     """Item -> list of SID tokens, with the metadata of a sibling `*.item.json` (item -> object) if there is one."""
-    collector, problems = _Collector(), Problems(path.name)
+    collector, problems = Collector(), Problems(path.name)
     for number, (item_id, sid) in enumerate(entries.items()):
         try:
             collector.add(item_id, sid)
-        except _BadRow as error:
+        except BadRow as error:
             problems.add(number, f"{path.name}: {error}")
     sibling = path.with_name(path.name.removesuffix(".index.json") + ".item.json")
     objects = _load_object(sibling) if sibling.is_file() else {}
@@ -135,11 +136,11 @@ def _sid2pid(path: Path, entries: dict[str, Any], header: Header) -> Rows:
     return Rows("sid2pid", ItemIds.of(ids), lengths, codes.ravel(), None, no_metadata, where)
 
 
-class _BadRow(Exception):
+class BadRow(Exception):
     """What is wrong with one item."""
 
 
-class _Collector:
+class Collector:
     """Checks items one by one and keeps them as flat arrays."""
 
     def __init__(self) -> None:
@@ -149,26 +150,26 @@ class _Collector:
         self._kind: type | None = None
 
     def add(self, item_id: Any, sid: Any) -> None:
-        """Raises _BadRow and keeps nothing of a bad item."""
+        """Raises BadRow and keeps nothing of a bad item."""
         if item_id is None or item_id == "":
-            raise _BadRow("item_id is missing" if item_id is None else "item_id is empty")
+            raise BadRow("item_id is missing" if item_id is None else "item_id is empty")
         if type(item_id) not in (int, str):
-            raise _BadRow(f"item_id must be a string or an integer, not {_name(item_id)}")
+            raise BadRow(f"item_id must be a string or an integer, not {_name(item_id)}")
         if sid is None or sid in ([], ""):
-            raise _BadRow(f"item {item_id!r} has no sid")
+            raise BadRow(f"item {item_id!r} has no sid")
         kinds = set(map(type, sid)) if isinstance(sid, list) else set()
         if kinds not in ({int}, {str}):
-            raise _BadRow(f"item {item_id!r}: sid must be a list of integers or a list of strings, not {_name(sid)}")
+            raise BadRow(f"item {item_id!r}: sid must be a list of integers or a list of strings, not {_name(sid)}")
         kind = kinds.pop()
         if kind is not (self._kind or kind):
-            raise _BadRow(f"item {item_id!r}: sid holds {_PLURAL[kind]}, those before it {_PLURAL[self._kind]}")
+            raise BadRow(f"item {item_id!r}: sid holds {_PLURAL[kind]}, those before it {_PLURAL[self._kind]}")
         if kind is str:
             numbers = array("q", [self._tokens.setdefault(token, len(self._tokens)) for token in sid])
         else:
             try:
                 numbers = array("q", sid)
             except OverflowError:
-                raise _BadRow(f"item {item_id!r}: sid holds an integer of more than 64 bits") from None
+                raise BadRow(f"item {item_id!r}: sid holds an integer of more than 64 bits") from None
         self._kind = kind
         self._ids.append(item_id)
         self._lengths.append(len(sid))

@@ -35,7 +35,7 @@ def bind(predicate: Predicate, kind: pa.DataType, where: str) -> Test:
         raise _mismatch(f"op {predicate.op!r} takes {takes}", f"{where}.value")
     op, inner, wraps = _unwrap(op, kind)
     single = column_type(inner)
-    if single is None and not _is_list(kind):
+    if single is None and not is_list(kind):
         raise InvalidRequest(
             f"{holds}, which filters cannot compare", code="unsupported_column", param=f"{where}.column"
         )
@@ -54,8 +54,8 @@ def bind(predicate: Predicate, kind: pa.DataType, where: str) -> Test:
 def _unwrap(op: str, kind: pa.DataType) -> tuple[str, pa.DataType, list[Callable[[Test], Test]]]:
     """Down to single values: what to test them for, their type, and what turns that into a test of the column."""
     wraps: list[Callable[[Test], Test]] = []
-    while pa.types.is_dictionary(kind) or (_is_list(kind) and op == "contains"):
-        if _is_list(kind):
+    while pa.types.is_dictionary(kind) or (is_list(kind) and op == "contains"):
+        if is_list(kind):
             op = "=="
             wraps.append(_any_element)
         else:
@@ -64,7 +64,8 @@ def _unwrap(op: str, kind: pa.DataType) -> tuple[str, pa.DataType, list[Callable
     return op, kind, wraps
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column's values are lists, of whatever form."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 

@@ -19,12 +19,15 @@ from typing import Any, Literal
 import msgspec
 
 from widebeam.config import EngineConfig, convert
-from widebeam.constraints.catalog import Catalog, Catalogs
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalogs import Catalogs
+from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.filter_spec import Filters
 from widebeam.constraints.filters import allowed_items
 from widebeam.engine.admission import Limits, admit, make_params
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
+from widebeam.engine.live_catalogs import LiveCatalogs
 from widebeam.engine.prompts import Prompts
 from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import Recommendation, no_result, ranked_items
@@ -37,7 +40,6 @@ from widebeam.engine.worker import Worker
 from widebeam.errors import (
     Aborted,
     Cancelled,
-    CatalogError,
     ConfigError,
     DeadlineExceeded,
     Draining,
@@ -64,7 +66,9 @@ class Engine(Blocking):
     def __init__(self, config: EngineConfig | str, **settings: Any) -> None:
         base = {"model": config} if isinstance(config, str) else msgspec.to_builtins(config)
         self.config: EngineConfig = convert(base | settings, EngineConfig)
-        self.catalogs = Catalogs()
+        self.catalogs = Catalogs(self.config.catalog_history)
+        self.live: LiveCatalogs
+        """How catalogs change. From when the engine has started."""
         self.state: State = "starting"
         self.model_config: ModelConfig
         self.max_context_len = 0
@@ -107,8 +111,13 @@ class Engine(Blocking):
                 self.config, vocab_size, self.max_context_len, reachable, special, self._runtime.limits
             )
             self._budgets = Budgets(self._limits.budgets)
+            vocabulary = Vocabulary(self.tokenizer.token_id if self.tokenizer else None, vocab_size)
+            deepest = min(self.config.max_levels, self.max_context_len - 1)
+            self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._put_on_device)
             if self.config.catalog is not None:
                 await self.load_catalog(self.config.catalog, self.config.catalog_name)
+            if self.config.watch_catalogs:
+                self.live.watch(self.config.watch_interval_s)
         except BaseException:
             await self.stop()
             raise
@@ -129,23 +138,11 @@ class Engine(Blocking):
         return folder
 
     async def load_catalog(self, path: str | Path, name: str | None = None) -> Catalog:
-        """Read a catalog file and offer it to requests. Raises CatalogError."""
-        token_id = self.tokenizer.token_id if self.tokenizer else None
-        catalog = await asyncio.to_thread(
-            Catalog.load, path, name=name, token_id=token_id, vocab_size=self.model_config.vocab_size
-        )
-        if not catalog.resolved:
-            raise CatalogError(f"{path} spells SIDs as token strings, but the model has no tokenizer to resolve them")
-        if catalog.depth > self.config.max_levels:
-            raise CatalogError(
-                f"{path}: SIDs of {catalog.depth} tokens are deeper than --max-levels {self.config.max_levels}"
-            )
-        if catalog.depth >= self.max_context_len:
-            raise CatalogError(f"{path}: SIDs of {catalog.depth} tokens leave no room in {self.max_context_len}")
-        catalog = self.catalogs.next_version(catalog)
+        """Read a catalog file and offer it to requests. Raises CatalogError; see `live` for other ways to change."""
+        return await self.live.load(path, name)
+
+    async def _put_on_device(self, catalog: Catalog) -> None:
         await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.add_catalog(catalog)))
-        self.catalogs.add(catalog)
-        return catalog
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; those accepted are still answered."""
@@ -156,6 +153,8 @@ class Engine(Blocking):
         """End the worker. Whatever waits, or is in the middle of a long search, is answered with EngineDead."""
         if self.state != "dead":
             self.state = "stopped"
+        if hasattr(self, "live"):
+            self.live.close()
         if hasattr(self, "_worker"):
             self._worker.stop()
             await asyncio.to_thread(self._worker.join)

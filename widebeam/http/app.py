@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from widebeam.config import ServerConfig
-from widebeam.http import admin, openapi
+from widebeam.http import admin, catalogs, openapi
 from widebeam.http.auth import load_keyring
 from widebeam.http.chat import chat_completions
 from widebeam.http.completions import completions
 from widebeam.http.generate import generate
-from widebeam.http.keys import ENGINE, IN_FLIGHT, METRICS, SERVER_CONFIG, STARTED_AT, InFlight
+from widebeam.http.keys import ENGINE, IN_FLIGHT, METRICS, SERVER_CONFIG, STARTED_AT, UPLOADS, InFlight
 from widebeam.http.metrics import Metrics
 from widebeam.http.middleware import around
 from widebeam.http.recommend import recommend
@@ -30,7 +31,8 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     app[METRICS] = Metrics(engine)
     app[IN_FLIGHT] = InFlight()
     app[STARTED_AT] = time.time()
-    app.on_startup.append(load_keyring)
+    app[UPLOADS] = asyncio.Semaphore(catalogs.MOST_UPLOADS)
+    app.on_startup.extend([load_keyring, catalogs.check_root])
     app.add_routes(
         [
             web.post("/v1/recommend", recommend),
@@ -40,6 +42,11 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/v1/completions", completions),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{id:.+}", admin.show_model),
+            web.get("/v1/catalogs", catalogs.list_catalogs),
+            web.get("/v1/catalogs/{name}", catalogs.show_catalog),
+            web.put("/v1/catalogs/{name}", catalogs.put_catalog),
+            web.post("/v1/catalogs/{name}/items", catalogs.update_items),
+            web.post("/v1/catalogs/{name}/rollback", catalogs.roll_back),
             web.get("/health", admin.health),
             web.get("/ready", admin.ready),
             web.get("/health_generate", admin.health_generate),

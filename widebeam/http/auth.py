@@ -52,6 +52,10 @@ ACCESS = {
     "/metrics": Access.USER,
     "/openapi.json": Access.USER,
     "/abort_request": Access.USER,  # its handler asks for more where all requests are meant
+    "/v1/catalogs": Access.ADMIN,
+    "/v1/catalogs/{name}": Access.ADMIN,
+    "/v1/catalogs/{name}/items": Access.ADMIN,
+    "/v1/catalogs/{name}/rollback": Access.ADMIN,
     "/flush_cache": Access.ADMIN,
     "/server_info": Access.ADMIN,
     "/get_server_info": Access.ADMIN,

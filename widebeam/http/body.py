@@ -25,25 +25,35 @@ _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`$")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]*)`")
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The whole body. Raises PayloadTooLarge over `max_body_bytes`, RequestTimeout after `body_timeout_s`."""
+async def read_body(request: web.Request, setting: str = "max_body_bytes") -> bytes:
+    """The whole body. Raises PayloadTooLarge over what that setting allows, RequestTimeout after `body_timeout_s`."""
     config = request.app[SERVER_CONFIG]
+    limit = check_head(request, setting)
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await request.clone(client_max_size=limit).read()
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not arrive within {config.body_timeout_s:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large(limit, setting) from None
+
+
+def check_head(request: web.Request, setting: str) -> int:
+    """Refuse a body that is compressed, or is said to be over what that setting allows; the bytes that it allows."""
     encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
     if encoding.lower() != "identity":
         raise InvalidRequest(
             f"content-encoding {encoding!r} is not supported: send the body uncompressed",
             code="unsupported_content_encoding",
         )
-    too_large = PayloadTooLarge(f"the body is over {config.max_body_bytes} bytes (server option max_body_bytes)")
-    if request.content_length is not None and request.content_length > config.max_body_bytes:
-        raise too_large
-    try:
-        async with asyncio.timeout(config.body_timeout_s):
-            return await request.read()
-    except TimeoutError:
-        raise RequestTimeout(f"the body did not arrive within {config.body_timeout_s:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
+    limit: int = getattr(request.app[SERVER_CONFIG], setting)
+    if request.content_length is not None and request.content_length > limit:
+        raise too_large(limit, setting)
+    return limit
+
+
+def too_large(limit: int, setting: str) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is over {limit} bytes (server option {setting})")
 
 
 def decode(decoder: msgspec.json.Decoder[S], body: bytes) -> S:
@@ -55,13 +65,14 @@ def decode(decoder: msgspec.json.Decoder[S], body: bytes) -> S:
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8 (byte {error.start})", code="malformed_utf8") from None
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), decoder.type) from None
+        raise invalid(str(error), decoder.type) from None
     except (msgspec.DecodeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidRequest(f"the body is not valid JSON: {reason}", code="malformed_json") from None
 
 
-def _invalid(message: str, kind: Any) -> InvalidRequest:
+def invalid(message: str, kind: Any) -> InvalidRequest:
+    """The error for what msgspec says of a value that is no `kind`."""
     path = _PATH.search(message)
     param = path.group(2) if path else ""
     unknown = _UNKNOWN_FIELD.match(message)

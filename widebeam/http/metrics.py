@@ -21,6 +21,7 @@ from widebeam.engine.stats import SECONDS, Distribution
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
+    from widebeam.engine.live_catalogs import ChangeStats
     from widebeam.engine.request import SearchResult
 
 STATES = ("starting", "ready", "draining", "stopped", "dead")
@@ -141,6 +142,7 @@ class _EngineCollector(Collector):
         items = {name: catalog.num_items for name, catalog in catalogs.items()}
         yield _table("catalog_version", "Version of a catalog that new searches get", "catalog", versions)
         yield _table("catalog_items", "Items of that version", "catalog", items)
+        yield from _changes(engine.live.stats)
         stats = engine.stats()
         for name, (field, label, text) in _COUNTERS.items():
             yield _table(name, text, label, getattr(stats, field), CounterMetricFamily)
@@ -153,18 +155,25 @@ class _EngineCollector(Collector):
             yield _histogram(name, text, getattr(stats.distributions, name))
 
 
+def _changes(stats: ChangeStats) -> Iterator[Metric]:
+    text = "Loads, updates and rollbacks of catalogs, by how they ended"
+    yield _table("catalog_updates", text, ("catalog", "outcome"), stats.outcomes, CounterMetricFamily)
+    yield _table("catalog_build_seconds", "Time in which that version was built", "catalog", stats.build_s)
+    yield _table("catalog_swap_seconds", "Time from then until new searches got it", "catalog", stats.swap_s)
+
+
 def _table(
     name: str,
     text: str,
-    label: str | None,
+    label: str | tuple[str, ...] | None,
     value: Any,
     family: type[CounterMetricFamily | GaugeMetricFamily] = GaugeMetricFamily,
 ) -> Metric:
-    """A number, or a table of them with a label for its keys."""
-    metric = family(f"widebeam_{name}", text, labels=() if label is None else (label,))
-    rows = {(): value} if label is None else {(str(key),): number for key, number in value.items()}
-    for labels, number in rows.items():
-        metric.add_metric(labels, number)
+    """A number, or a table of them with a label for its keys; with several, keys are tuples."""
+    names = () if label is None else (label,) if isinstance(label, str) else label
+    metric = family(f"widebeam_{name}", text, labels=names)
+    for key, number in [((), value)] if label is None else value.items():
+        metric.add_metric([*map(str, key)] if isinstance(key, tuple) else [str(key)], number)
     return metric
 
 

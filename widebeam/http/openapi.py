@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union, get_args
 
 import msgspec
 from aiohttp import hdrs, web
+from msgspec import UnsetType
 
 import widebeam
 from widebeam import errors
@@ -20,21 +21,28 @@ from widebeam.http.keys import KEYRING
 from widebeam.http.middleware import ID_HEADER, TIMEOUT_HEADER, dialect_of
 from widebeam.http.openai import ChatRequest, ChatResponse, CompletionRequest, CompletionResponse
 from widebeam.http.protocol import (
+    CatalogInfo,
+    CatalogList,
     Health,
     ModelCard,
     ModelList,
+    PutCatalog,
     RecommendRequest,
     RecommendResponse,
     RequestId,
+    RollBack,
     TimeoutMs,
+    UpdateItems,
+    UploadQuery,
 )
 from widebeam.http.sglang import GenerateRequest, GenerateResponse
 
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
 _FACTS = dict[str, Any]
 _ALWAYS = (400, 500)
 _BODY = (408, 413)
 _SEARCH = (404, 429, 499, 503)
+_CHANGE = (404, 409, 429, 503)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class Operation:
     """Statuses of errors beside those that every route has."""
     other_media: tuple[str, ...] = ()
     """Further media types of a 200."""
+    query: Any = None
+    """A struct of the query's parameters; with one the body may also be a file."""
 
 
 _GENERATE = Operation(
@@ -76,6 +86,17 @@ OPERATIONS = {
     ),
     ("GET", "/v1/models"): Operation("The one model", ModelList, failures=(503,)),
     ("GET", "/v1/models/{id}"): Operation("The model by its name", ModelCard, failures=(404, 503)),
+    ("GET", "/v1/catalogs"): Operation("All catalogs", CatalogList, failures=(503,)),
+    ("GET", "/v1/catalogs/{name}"): Operation("A catalog by its name", CatalogInfo, failures=(404, 503)),
+    ("PUT", "/v1/catalogs/{name}"): Operation(
+        "Loads a catalog file", CatalogInfo, PutCatalog, _BODY + _CHANGE, query=UploadQuery
+    ),
+    ("POST", "/v1/catalogs/{name}/items"): Operation(
+        "Adds, replaces and removes items", CatalogInfo, UpdateItems, _BODY + _CHANGE
+    ),
+    ("POST", "/v1/catalogs/{name}/rollback"): Operation(
+        "Goes back to an earlier version", CatalogInfo, RollBack, _BODY + _CHANGE
+    ),
     ("GET", "/health"): Operation("200 while the engine is alive", Health, failures=(503,)),
     ("GET", "/ready"): Operation("200 while new work is accepted", Health, failures=(503,)),
     ("GET", "/health_generate"): Operation("Generates one token", Health, failures=(429, 499, 503)),
@@ -121,7 +142,9 @@ def _operation(
     method: str, path: str, operation: Operation, schema_of: Mapping[int, Any], keyring: Keyring
 ) -> dict[str, Any]:
     public = ACCESS[path] is Access.PUBLIC
-    parameters = [_parameter(name, "path", str) for name in ("id",) if f"{{{name}}}" in path]
+    parameters = [_parameter(name, "path", str) for name in ("id", "name") if f"{{{name}}}" in path]
+    fields = () if operation.query is None else msgspec.structs.fields(operation.query)
+    parameters += [_parameter(field.name, "query", _given(field.type)) for field in fields]
     parameters.append(_parameter(ID_HEADER, "header", RequestId))
     if not public:
         parameters.append(_parameter(TIMEOUT_HEADER, "header", TimeoutMs))
@@ -135,7 +158,8 @@ def _operation(
         | {str(status): _failure(status, path, operation, schema_of) for status in sorted(statuses)},
     }
     if operation.body is not None:
-        told["requestBody"] = {"required": True, "content": {JSON: {"schema": schema_of[id(operation.body)]}}}
+        content = {JSON: {"schema": schema_of[id(operation.body)]}, **({BYTES: {}} if operation.query else {})}
+        told["requestBody"] = {"required": True, "content": content}
     if ACCESS[path] > keyring.anonymous:
         told["security"] = [{"key": []}]
     return told
@@ -143,6 +167,11 @@ def _operation(
 
 def _parameter(name: str, place: str, kind: Any) -> dict[str, Any]:
     return {"name": name, "in": place, "required": place == "path", "schema": _portable(msgspec.json.schema(kind))}
+
+
+def _given(kind: Any) -> Any:
+    """The type of a field that may be left out, when it is not."""
+    return Union[tuple(one for one in get_args(kind) if one is not UnsetType)]  # noqa: UP007 (of a tuple)
 
 
 def _answer(operation: Operation, schema_of: Mapping[int, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from widebeam.config import MAX_BEAM_WIDTH
 from widebeam.constraints.filter_spec import Filters, ItemId
+from widebeam.constraints.header import MAX_NAME_LENGTH, SidForm
 from widebeam.engine.request import Normalizer, Timing, TokenId
 from widebeam.engine.results import Item
 from widebeam.policies import PolicySpec
@@ -17,7 +18,7 @@ MAX_HISTORY = 100_000
 MAX_PROMPT_IDS = 1 << 20
 MAX_TIMEOUT_MS = 3_600_000
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
 RequestId = Annotated[str, Meta(pattern=r"\A[!-~]{1,128}\Z")]
 """1 to 128 visible ASCII characters, so that it can travel in a header and a log line."""
 BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
@@ -92,6 +93,76 @@ class CompletionDetails(msgspec.Struct, kw_only=True):
     """What is part of `completion_tokens`."""
 
     reasoning_tokens: int
+
+
+class CatalogInfo(msgspec.Struct, kw_only=True):
+    """A catalog as new searches get it."""
+
+    name: str
+    version: int
+    items: int
+    sids: int
+    """Distinct SIDs."""
+    levels: int
+    """Of the longest SID."""
+    codes: list[int]
+    """Tokens of each level's codebook."""
+    sid_form: SidForm
+    columns: list[str]
+    """Metadata columns."""
+    filters: list[str]
+    """Named filters."""
+    format: str
+    """jsonl, parquet, minionerec or sid2pid."""
+    source: str
+    """The path of its file, `upload` or `update of version N`."""
+    made_at: float
+    """Unix time in seconds."""
+    earlier: list[int]
+    """Versions that a rollback can go to, newest first."""
+
+
+class CatalogList(msgspec.Struct, kw_only=True):
+    data: list[CatalogInfo]
+
+
+Version = Annotated[int, Meta(ge=0, le=2**53)]
+MAX_CHANGES = 100_000
+
+
+class PutCatalog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of PUT /v1/catalogs/{name} without a query: load a file that the server has."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Below --catalog-root."""
+    if_version: Version | None = None
+    """Only if the catalog is at this version; 0: only if there is none."""
+
+
+UploadFormat = Literal["parquet", "jsonl", "minionerec", "sid2pid"]
+
+
+class UploadQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Query of PUT /v1/catalogs/{name} whose body is a catalog file."""
+
+    format: UploadFormat | UnsetType = UNSET
+    if_version: Version | UnsetType = UNSET
+
+
+class UpdateItems(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/catalogs/{name}/items."""
+
+    upsert: Annotated[list[msgspec.Raw], Meta(max_length=MAX_CHANGES)] = []
+    """Whole items as in a JSONL file: `item_id`, `sid`, metadata. Each is added, or replaces the item of its id."""
+    remove: Annotated[list[ItemId], Meta(max_length=MAX_CHANGES)] = []
+    if_version: Version | None = None
+
+
+class RollBack(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/catalogs/{name}/rollback."""
+
+    version: Version
+    if_version: Version | None = None
 
 
 class Usage(msgspec.Struct, kw_only=True):

@@ -1,0 +1,78 @@
+"""The catalogs of a server by name: the version of each that new searches get, and those before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from widebeam.constraints.catalog import Catalog, hint
+from widebeam.engine.request import NO_CATALOG
+from widebeam.errors import InvalidRequest, NotFound
+
+
+class Catalogs:
+    """The current version of each catalog by name, and the last `history` of those before it."""
+
+    def __init__(self, history: int = 3) -> None:
+        self._most = history
+        self._current: dict[str, Catalog] = {}
+        self._earlier: dict[str, dict[int, Catalog]] = {}
+        """By version number, those that were current last behind the others."""
+        self._numbers: Counter[str] = Counter()
+
+    def next_version(self, catalog: Catalog) -> Catalog:
+        """The catalog with the next version number of its name; a number is given once."""
+        self._numbers[catalog.name] += 1
+        return replace(catalog, version=self._numbers[catalog.name])
+
+    def add(self, catalog: Catalog) -> None:
+        """Offer a catalog under its name, in place of another version, which is kept for a while."""
+        before, earlier = self._current.get(catalog.name), self._earlier.setdefault(catalog.name, {})
+        if before is not None:
+            # a copy, since the device forgets a version when nobody holds the catalog that was searched
+            earlier.pop(before.version, None)
+            earlier[before.version] = replace(before)
+        earlier.pop(catalog.version, None)
+        for version in list(earlier)[: max(0, len(earlier) - self._most)]:
+            del earlier[version]
+        self._current[catalog.name] = catalog
+
+    def earlier(self, name: str) -> list[Catalog]:
+        """Versions that the catalog can go back to, newest number first. They are not to be searched."""
+        return sorted(self._earlier.get(name, {}).values(), key=lambda catalog: -catalog.version)
+
+    def copy_of(self, name: str, version: int) -> Catalog:
+        """An earlier version, under its number, to be offered again. Raises NotFound (`unknown_version`)."""
+        earlier = self._earlier.get(name, {})
+        if version not in earlier:
+            known = ", ".join(str(one.version) for one in self.earlier(name)) or "none"
+            raise NotFound(
+                f"catalog {name!r} has no version {version} to go back to; kept are: {known}",
+                code="unknown_version",
+                param="version",
+            )
+        return replace(earlier[version])
+
+    def names(self) -> list[str]:
+        return sorted(self._current)
+
+    def get(self, name: str | None) -> Catalog | None:
+        """The catalog that a request names. None asks for the only one, if there is one; "none" for no constraint.
+
+        Raises NotFound (`unknown_catalog`), or InvalidRequest (`ambiguous_catalog`) when none is named and there are
+        several.
+        """
+        if name == NO_CATALOG or (name is None and not self._current):
+            return None
+        known = ", ".join(self.names()) or "none"
+        if name is None:
+            if len(self._current) > 1:
+                raise InvalidRequest(f"name one of the catalogs: {known}", code="ambiguous_catalog", param="catalog")
+            return next(iter(self._current.values()))
+        if name not in self._current:
+            raise NotFound(
+                f"unknown catalog {name!r}{hint(name, self._current)}; known are: {known}",
+                code="unknown_catalog",
+                param="catalog",
+            )
+        return self._current[name]

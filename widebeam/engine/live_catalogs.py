@@ -1,0 +1,187 @@
+"""How the catalogs of an engine change while it serves: loads, batches of changed items, and the way back.
+
+A new version is built on a thread of its own, put on the device between waves, and offered to new searches; those that
+run finish on theirs. Changes of one catalog take turns. One that fails changes nothing; one that waits or has begun is
+completed, even if its caller goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalogs import Catalogs
+from widebeam.constraints.codebooks import Vocabulary
+from widebeam.constraints.header import base_name
+from widebeam.constraints.updates import Row, updated
+from widebeam.engine.catalog_watch import Fingerprint, fingerprint, watch
+from widebeam.errors import CatalogError, Conflict, NotFound, Overloaded, RequestError, WideBeamError
+
+MOST_WAITING = 64
+"""Changes that may wait or run, of all catalogs together."""
+Build = Callable[[Catalog | None], Catalog]
+"""Makes a catalog from the version that is current. Runs on a thread."""
+
+
+@dataclass
+class ChangeStats:
+    """What became of changes, by catalog."""
+
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By catalog and outcome: `ok`, `invalid_catalog` for a file, or the code of an error class."""
+    build_s: dict[str, float] = field(default_factory=dict)
+    """Seconds in which the version was built that was offered last."""
+    swap_s: dict[str, float] = field(default_factory=dict)
+    """Seconds from then until new searches got it."""
+
+
+class LiveCatalogs:
+    """Makes and offers versions. Lives on the engine's event loop."""
+
+    def __init__(
+        self, catalogs: Catalogs, vocabulary: Vocabulary, deepest: int, put: Callable[[Catalog], Awaitable[None]]
+    ) -> None:
+        """`deepest`: levels that a SID may have here. `put` puts a catalog on the device."""
+        self.stats = ChangeStats()
+        self.files: dict[str, tuple[Path, Fingerprint]] = {}
+        """Of catalogs that were last loaded from a file that stays: which, and how it looked before it was read."""
+        self._catalogs = catalogs
+        self._vocabulary = vocabulary
+        self._deepest = deepest
+        self._put = put
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._waiting: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[Catalog]] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def load(
+        self, path: str | Path, name: str | None = None, if_version: int | None = None, *, upload: str | None = None
+    ) -> Catalog:
+        """Offer a catalog file under a name, by default that of the file; the next version where there is one.
+
+        `upload`: the file is a temporary one, of this description; without a header of its own it gets that of the
+        version before. Raises CatalogError, Conflict, Overloaded.
+        """
+        path = Path(path)
+        name = base_name(path) if name is None else name
+        seen: Fingerprint = ()
+
+        def build(current: Catalog | None) -> Catalog:
+            nonlocal seen
+            seen = fingerprint(path)
+            if upload is not None and current is not None:
+                path.with_name("catalog.json").write_bytes(msgspec.json.encode(current.header))
+            token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
+            catalog = Catalog.load(path, name=name, token_id=token_id, vocab_size=vocab_size)
+            self._check(catalog, path)
+            return replace(catalog, source=str(path) if upload is None else upload)
+
+        catalog = await self._change(name, build, if_version)
+        if upload is None:
+            self.files[name] = path, seen
+        else:
+            self.files.pop(name, None)
+        return catalog
+
+    async def update(
+        self, name: str, upsert: Iterable[Row], remove: Sequence[int | str], if_version: int | None = None
+    ) -> Catalog:
+        """Offer a catalog with some items added or replaced and others removed. `upsert` is read on a thread.
+
+        Raises NotFound, Conflict, Overloaded, and InvalidRequest as `updates.updated` does.
+        """
+        self._require(name)
+
+        def build(current: Catalog | None) -> Catalog:
+            assert current is not None
+            return updated(current, upsert, remove, self._vocabulary)
+
+        return await self._change(name, build, if_version)
+
+    async def roll_back(self, name: str, version: int, if_version: int | None = None) -> Catalog:
+        """Offer an earlier version again, under its number. Raises NotFound, Conflict, Overloaded."""
+        self._require(name)
+
+        def build(current: Catalog | None) -> Catalog:
+            assert current is not None
+            return current if current.version == version else self._catalogs.copy_of(name, version)
+
+        return await self._change(name, build, if_version, numbered=True)
+
+    def watch(self, interval_s: float) -> None:
+        """From now on load files again that change."""
+        self._watching = asyncio.create_task(watch(self, interval_s))
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _require(self, name: str) -> None:
+        if self._catalogs.get(name) is None:
+            raise NotFound(f"no catalog is called {name!r}", code="unknown_catalog", param="catalog")
+
+    async def _change(self, name: str, build: Build, if_version: int | None, numbered: bool = False) -> Catalog:
+        if self._waiting.total() >= MOST_WAITING:
+            raise Overloaded(f"{MOST_WAITING} changes of catalogs wait already", retry_after_s=1.0)
+        self._waiting[name] += 1
+        task = asyncio.create_task(self._in_turn(name, build, if_version, numbered))
+        self._tasks.add(task)  # the loop itself would forget it
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _in_turn(self, name: str, build: Build, if_version: int | None, numbered: bool) -> Catalog:
+        outcome = RequestError.code
+        try:
+            async with self._turns.setdefault(name, asyncio.Lock()):
+                catalog = await self._replace(name, build, if_version, numbered)
+            outcome = "ok"
+            return catalog
+        except WideBeamError as error:
+            outcome = type(error).code if isinstance(error, RequestError) else "invalid_catalog"
+            raise
+        finally:
+            self.stats.outcomes[name if name in self._catalogs.names() else "", outcome] += 1
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name], self._turns[name]
+
+    async def _replace(self, name: str, build: Build, if_version: int | None, numbered: bool) -> Catalog:
+        current = self._catalogs.get(name) if name in self._catalogs.names() else None
+        version = 0 if current is None else current.version
+        if if_version is not None and if_version != version:
+            raise Conflict(
+                f"catalog {name!r} is at version {version}, not {if_version}",
+                code="version_conflict",
+                param="if_version",
+            )
+        started = time.perf_counter()
+        catalog = await asyncio.to_thread(build, current)
+        if catalog is current:
+            return catalog
+        if not numbered:
+            catalog = self._catalogs.next_version(catalog)
+        built = time.perf_counter()
+        await self._put(catalog)
+        self._catalogs.add(catalog)
+        self.stats.build_s[name], self.stats.swap_s[name] = built - started, time.perf_counter() - built
+        return catalog
+
+    def _check(self, catalog: Catalog, path: Path) -> None:
+        """Raise CatalogError for what no search could run on."""
+        if not catalog.resolved:
+            raise CatalogError(
+                f"{path.name} spells SIDs as token strings, but the model has no tokenizer to resolve them"
+            )
+        if catalog.depth > self._deepest:
+            raise CatalogError(
+                f"{path.name}: there is no room for SIDs of {catalog.depth} tokens: --max-levels and "
+                f"--max-context-len allow {self._deepest}"
+            )
