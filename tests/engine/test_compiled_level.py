@@ -88,7 +88,7 @@ def test_a_level_traces_whole_and_gives_the_same(
 
     runtime.core.programs = EAGER
     eager = results()
-    runtime.core.programs = programs if padded else replace(programs, padded_tokens=0)
+    runtime.core.programs = programs if padded else replace(programs, graphed_tokens=set())
     for one, two in zip(eager, results(), strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two]
         assert [score for _, score in one] == pytest.approx([score for _, score in two], abs=1e-4)

@@ -237,6 +237,31 @@ def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, preten
     assert captured > 20
 
 
+def test_large_prompts_are_captured_later(
+    checkpoint: Path, pretended: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then they run as they are; either way the search is the same."""
+    for module in ("shapes", "compile", "runtime", "warmup"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
+    runtime = make_runtime(checkpoint, max_wave_rows=32, max_beam_width=16, max_wave_tokens=1024, max_total_tokens=2048)
+    sizes = runtime.core.programs.graphed_tokens
+
+    def results() -> list[Any]:
+        jobs = [Job(make_search(np.arange(300) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
+        return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in runtime.run(jobs)]
+
+    captured, plain = len(pretended.captured), results()
+    assert (sizes, len(pretended.captured)) == ({128, 256}, captured)
+    while runtime.capture_more():
+        pass
+    assert sizes == {128, 256, *range(320, 1121, 160)}
+    captured, graphed = len(pretended.captured), results()
+    assert len(pretended.captured) == captured and runtime.fallbacks == runtime.late_graphs == 0
+    for one, other in zip(plain, graphed, strict=True):
+        assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
+        assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
+
+
 SMALL: dict[str, Any] = {"max_beam_width": 30, "max_wave_rows": 100, "max_wave_tokens": 256, "max_total_tokens": 2048}
 
 

@@ -19,16 +19,13 @@ from torch import Tensor
 from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
-from widebeam.engine.shapes import GROUP_TOKENS
+from widebeam.engine.shapes import COMMON_TOKENS, token_rungs
 from widebeam.engine.state import PackedPrompts
 from widebeam.engine.step import forward_rows, prompt_body, prompt_last
 from widebeam.model.layers import Stream
 
 EAGER = Programs(prompt_body, prompt_last, forward_rows, advance)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
-PADDED_TOKENS = GROUP_TOKENS
-"""A longer prompt, which is a group of its own, runs uncompiled: a host launches a layer in a millisecond, the device
-needs four."""
 VARIANTS = 512
 """Forms of one function that may be compiled: finishing or not, stop tokens or not, or one for each size if tuned."""
 
@@ -82,7 +79,7 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
         last=compiler(kept_last),
         forward_rows=compiler(forward_rows),
         advance=compiler(advance),
-        padded_tokens=PADDED_TOKENS,
+        graphed_tokens=set(token_rungs(COMMON_TOKENS)),
     )
 
 

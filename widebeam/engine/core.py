@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from widebeam.engine.state import BeamState
@@ -18,15 +18,15 @@ class Programs:
     """The functions that run on the device, compiled or as they are (see engine/compile.py)."""
 
     body: Callable[..., Any]
-    """`step.prompt_body`, for up to `padded_tokens` tokens; a graph leaves its result in BeamState.stream_TH."""
+    """`step.prompt_body`; a graph leaves its result in BeamState.stream_TH."""
     last: Callable[..., None]
     """`step.prompt_last`, which takes what `body` gave."""
     forward_rows: Callable[..., None]
     """`step.forward_rows`"""
     advance: Callable[..., None]
     """`advance.advance`"""
-    padded_tokens: int = 0
-    """Up to so many prompt tokens are padded to a rung, so that a graph can replay them."""
+    graphed_tokens: set[int] = field(default_factory=set)
+    """Rungs of prompt tokens that `body` and `last` are for. Prompts of another rung run as they are, by `step`."""
 
 
 @dataclass

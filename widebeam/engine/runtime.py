@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import warmup
 from widebeam.engine.compile import (
     EAGER,
-    PADDED_TOKENS,
     Made,
     captured_at_once,
     compiled_programs,
@@ -94,7 +94,7 @@ class Runtime:
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
         self._state = BeamState(
-            rows, requests, config.max_levels, PADDED_TOKENS, model_config.hidden_size, self.dtype, self.device
+            rows, requests, config.max_levels, GROUP_TOKENS, model_config.hidden_size, self.dtype, self.device
         )
         if self.device.type == "cuda":
             sizes = measured_sizes(
@@ -114,6 +114,9 @@ class Runtime:
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
         vocab_size = model_config.vocab_size
         self._warm_up(warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, COMMON_TOKENS))
+        self._rarer = deque(warmup.large_prompts(self.limits, config.max_beam_width, vocab_size, max_context_len))
+        while config.warmup == "full" and self.capture_more():
+            pass
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
@@ -170,6 +173,28 @@ class Runtime:
                 self.run(jobs)
         self._made = made_so_far(self.device)
         log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
+
+    def capture_more(self) -> bool:
+        """Capture prompts of one more size, if there is one left, for up to half a second: for when nobody waits.
+
+        There are too many sizes over COMMON_TOKENS for a quick start. Until then they are launched kernel by kernel.
+        """
+        if self._made is None or not self._rarer:
+            return False
+        (tokens, searches), self._made = self._rarer.popleft(), None
+        sizes = self.core.programs.graphed_tokens
+        sizes.add(tokens)
+        try:
+            with captured_at_once():
+                self.run([Job(search, time.monotonic(), None) for search in searches])
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # out of memory, above all
+            log.warning("prompts of %d tokens and more stay without graphs: %s", tokens, error)
+            sizes.discard(tokens)
+            self._rarer.clear()
+        self._made = made_so_far(self.device)
+        return True
 
     def _note_what_was_made(self) -> None:
         """Count graphs that were compiled or captured although warm-up was over, and log the first of the former.

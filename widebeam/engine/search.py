@@ -111,14 +111,14 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int]
 def launch_prompts(core: Core, wave: Wave) -> None:
     """Prefill, in groups of prompts whose products are large enough: beyond that cuBLAS has worse kernels on an H200.
 
-    Small groups run as two graphs, where the host could not launch as fast as the device runs, others kernel by kernel.
-    The last layer is planned while the others run.
+    A group runs as two graphs if its size has been captured, else kernel by kernel, which the host launches as fast as
+    the device runs only if they are large. The last layer is planned while the others run.
     """
     programs, device = core.programs, core.state.level.device
     for first, searches in prompt_groups(wave.searches):
         prompts = PackedPrompts(**to_device(prompt_arrays(core, wave, first, searches), device))
         rows, lengths = len(prompts.tokens_T), [search.num_tokens for search in searches]
-        graphed = rows <= programs.padded_tokens
+        graphed = rows in programs.graphed_tokens
         body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
         plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
         plan.plan(lengths, rows)
@@ -145,7 +145,7 @@ def prompt_arrays(core: Core, wave: Wave, first: int, searches: list[Search]) ->
     slots = [core.context.slots(search.lease) for search in searches if search.lease]
     lengths = [search.num_tokens for search in searches]
     total, absent = sum(lengths), [0] * (wave.requests - len(searches))
-    rows = token_rung(total) if token_rung(total) <= core.programs.padded_tokens else total
+    rows = token_rung(total) if token_rung(total) in core.programs.graphed_tokens else total
 
     def packed(parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([*parts, np.zeros(rows - total, dtype=np.int64)], dtype=np.int64)

@@ -18,7 +18,7 @@ DEPTH_RUNGS = (8, 32, 128, 512)
 GROUP_TOKENS = 20_480
 """Prompt tokens that go through the network together."""
 COMMON_TOKENS = 8192
-"""Up to here there are few numbers of prompt tokens, whose graphs `--warmup fast` captures."""
+"""Up to here there are few numbers of prompt tokens, and kernels so short that only a graph launches them in time."""
 TILE = 160
 
 
@@ -73,6 +73,14 @@ def token_rung(tokens: int) -> int:
     """
     step = max(128, 1 << max(0, (tokens - 1).bit_length() - 4)) if tokens <= COMMON_TOKENS else TILE
     return -(-tokens // step) * step
+
+
+def token_rungs(limit: int) -> list[int]:
+    """All rungs of prompt tokens, the last one cut to the limit."""
+    rungs = [token_rung(1)]
+    while rungs[-1] < limit:
+        rungs.append(token_rung(rungs[-1] + 1))
+    return [min(tokens, limit) for tokens in rungs]
 
 
 def request_rung(requests: int) -> int:

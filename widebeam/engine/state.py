@@ -47,7 +47,7 @@ class BeamState:
     """
 
     def __init__(
-        self, max_rows: int, max_requests: int, max_levels: int, padded_tokens: int, hidden_size: int,
+        self, max_rows: int, max_requests: int, max_levels: int, group_tokens: int, hidden_size: int,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -64,7 +64,7 @@ class BeamState:
         self.share_R = zeros(rows, dtype=torch.float32)
         self.hash_R = zeros(rows)
         self.hidden_RH = zeros(rows, hidden_size, dtype=dtype)
-        self.stream_TH = zeros(padded_tokens + 1, hidden_size, dtype=dtype)  # see compile.kept_body
+        self.stream_TH = zeros(group_tokens + 1, hidden_size, dtype=dtype)  # see compile.kept_body
         self.path_RJ = zeros(rows, columns, dtype=torch.int32)
         self.token_JR = zeros(columns, rows, dtype=torch.int32)
         self.logprob_JR = zeros(columns, rows, dtype=torch.float32)

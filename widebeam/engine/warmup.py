@@ -16,7 +16,15 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Load, WaveLimits
-from widebeam.engine.shapes import LEAST_ROWS, context_splits, rung, token_rung
+from widebeam.engine.shapes import (
+    COMMON_TOKENS,
+    GROUP_TOKENS,
+    LEAST_ROWS,
+    context_splits,
+    rung,
+    token_rung,
+    token_rungs,
+)
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor, narrowed
 
 LEVELS = 3
@@ -31,14 +39,6 @@ def row_rungs(limit: int) -> list[int]:
     while rungs[-1] < limit:
         rungs.append(rung(rungs[-1] + 1, limit))
     return rungs
-
-
-def token_rungs(limit: int) -> list[int]:
-    """All rungs of prompt tokens, the last one cut to the limit."""
-    rungs = [token_rung(1)]
-    while rungs[-1] < limit:
-        rungs.append(token_rung(rungs[-1] + 1))
-    return [min(tokens, limit) for tokens in rungs]
 
 
 def row_sizes(limits: WaveLimits, widest: int, levels: int) -> list[int]:
@@ -83,6 +83,17 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int, tokens
         yield wave(1, 1, 1, vocab_size, stops=True)
 
     yield from (searches for searches in candidates() if may_run(searches, limits))
+
+
+def large_prompts(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Iterator[tuple[int, list[Search]]]:
+    """The other rungs of prompt tokens that a group can have, the smallest first, each with a wave that meets it."""
+    widest, longest = min(widest, vocab_size), longest - LEVELS
+    most = min(GROUP_TOKENS, max(limits.tokens, longest))
+    for tokens in token_rungs(most):
+        if tokens > COMMON_TOKENS:
+            searches = wave(1, widest, tokens, vocab_size, longest=longest)
+            if may_run(searches, limits):
+                yield token_rung(tokens), searches
 
 
 def may_run(searches: list[Search], limits: WaveLimits) -> bool:

@@ -30,6 +30,8 @@ from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, 
 log = logging.getLogger(__name__)
 DEPTH = 2
 """Waves that are on the device at once: one runs, and one behind it keeps the device busy while results are read."""
+IDLE_S = 0.5
+"""Without a request for so long, none is likely in the next half second."""
 PASSING = 4
 """Short waves that may pass a long one between two of its pieces: the long one goes on, however many wait."""
 
@@ -184,7 +186,7 @@ class Worker:
             while self._later or not (len(scheduler) and self._has_room and self._inbox.empty()):
                 if since is None and len(scheduler) and not self._has_room:
                     since = time.monotonic()
-                message = self._later.popleft() if self._later else self._inbox.get()
+                message = self._later.popleft() if self._later else self._next_message(runtime)
                 if message is None:
                     return
                 if isinstance(message, Exception):
@@ -203,6 +205,16 @@ class Worker:
             while jobs:
                 self._launch(runtime, jobs, reader)
                 jobs, self._cut = self._cut, []  # what was to pass a long wave that failed before
+
+    def _next_message(self, runtime: Runtime) -> Message:
+        """Wait for the inbox. Once nothing has gone on for IDLE_S, what is left to capture is captured meanwhile."""
+        while not (self._flying or len(self.scheduler)):
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=IDLE_S)
+            with self._working():
+                if not runtime.capture_more():
+                    break
+        return self._inbox.get()
 
     @property
     def _has_room(self) -> bool:
