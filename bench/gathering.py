@@ -224,7 +224,7 @@ def top_then_filter_ms(catalog: Catalog, level: int, rows: int, codes: int, edge
 def prefixes_of(catalog: Catalog, level: int, rows: int) -> list[list[int]]:
     """Codes of random prefixes of that length."""
     nodes = random_nodes(catalog, level, rows, np.random.default_rng(0))
-    return catalog._codes[catalog.index.item_lo[nodes], :level].tolist()
+    return catalog._codes[:level, catalog.index.item_lo[nodes]].T.tolist()
 
 
 def hashed_logits(prefix_R: Tensor, codes: int) -> Tensor:

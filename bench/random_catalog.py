@@ -62,11 +62,15 @@ def make_catalog(sids: np.ndarray, codes: int, first_token: int) -> Catalog:
         sid_form="token_ids",
         markers=Markers(),
         format="parquet",
+        sid_lengths=frozenset({sids.shape[1]}),
+        source="arrays",
+        made_at=0.0,
         _ids=ItemIds(np.arange(len(sids))),
         _metadata=ArrowColumns(pa.table({"group": groups(len(sids))})),
-        _codes=sids[order],
+        _codes=np.ascontiguousarray(sids[order].T),
         _order=order,
         _rank=rank,
+        _place=np.arange(order.size),
     )
 
 

@@ -200,7 +200,7 @@ main(["serve", *sys.argv[1:]])
 
 def test_a_gpu_that_hangs_for_ever_ends_the_process(start: Callable[..., Process]) -> None:
     """Everybody is answered, the stacks say where it hangs, and the thread that hangs keeps nothing alive."""
-    server = start("--port", "0", "--hang-timeout-s", "1", python=("-c", HANGING)).ready()
+    server = start("--port", "0", "--hang-timeout-s", "3", python=("-c", HANGING)).ready()
     answer = server.post("/v1/recommend", GOOD)
     assert answer is not None and answer.status == 200
     with ThreadPoolExecutor(8) as pool:

@@ -7,6 +7,7 @@ graph replays it: planning refills them in stream order, before the level that u
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import logging
@@ -66,8 +67,6 @@ class FlashInferBackend:
         self.workspace, self.int_workspace = (
             torch.empty(size, dtype=torch.uint8, device=device) for size in (WORKSPACE_BYTES, INT_WORKSPACE_BYTES)
         )
-        self.stream = torch.cuda.current_stream(device)
-        """In which planning and all that follows it lie."""
         self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = itertools.count()
         kernels = ["fa3", "fa2"] if torch.cuda.get_device_capability(device)[0] == 9 else ["fa2"]
@@ -94,6 +93,11 @@ class FlashInferBackend:
         pool = torch.zeros(self.page_size, K, D, dtype=self.dtype, device=self.device)
         context.run(rows[0], pool, pool)
         torch.cuda.synchronize(self.device)
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """In which planning and all that follows it lie."""
+        return torch.cuda.current_stream(self.device)
 
     def prefill_plan(self, requests: int, rows: int | None) -> FlashInferPrefill:
         return FlashInferPrefill(self, requests, rows)
