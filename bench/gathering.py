@@ -104,7 +104,7 @@ def gather(
 ) -> tuple[Tensor, ...]:
     """All that the engine computes before and behind `segment_top`; that itself is replaced by a given order."""
     found, lse_R = _candidates(rows, trie, num_slots, masks, mask_R)
-    return found.start_B1, found.score_M, lse_R, *(each[rows.order_P] for each in found[1:])
+    return found.start_B1, found.score_M, lse_R, *(each[rows.order_P] for each in found[1:] if each is not None)
 
 
 def select(
