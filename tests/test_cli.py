@@ -81,8 +81,8 @@ def test_a_catalog_is_built_and_grows(tmp_path: Path) -> None:
     done = widebeam("catalog", "build", *arguments, "--balanced", "--dedup")
     assert (done.returncode, done.stderr) == (0, "") and "90 of 6 dimensions" in done.stdout
     file = tmp_path / "out" / "items.parquet"
-    report = json.loads(widebeam("catalog", "inspect", file, "--hidden-size", 64, "--json").stdout)
-    assert (report["items"], report["sids"], report["device"]["head_bytes"]) == (90, 90, 24 * 64 * 2)
+    report = json.loads(widebeam("catalog", "inspect", file, "--json").stdout)
+    assert (report["items"], report["sids"]) == (90, 90) and report["device_bytes"] > 90 * 20
     done = widebeam("catalog", "validate", file)
     assert done.returncode == 0 and "90 items under 90 SIDs" in done.stdout
     done = widebeam("catalog", "assign", "--codebooks", tmp_path / "out", "--embeddings", tmp_path / "new.npy")
@@ -97,8 +97,7 @@ def test_a_catalog_is_built_and_grows(tmp_path: Path) -> None:
         (["buid"], "usage: widebeam catalog"),
         (["inspect"], "no file: widebeam catalog inspect FILE"),
         (["validate", "--json"], "no file: widebeam catalog validate FILE"),
-        (["inspect", "x.jsonl", "--model", "m", "--hidden-size", "8"], "give it or --hidden-size"),
-        (["inspect", "x.jsonl", "--hidden-size", "0"], "hidden_size"),
+        (["inspect", "x.jsonl", "--hidden-size", "8"], "--hidden-size"),
         (["build", "--embeddings", "x.npy", "--levels", "0"], "levels"),
         (["build", "--embeddings", "x.npy", "--codes", "1"], "codes"),
         (["build", "--embeddings", "no/x.npy"], "cannot read no/x.npy"),

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from widebeam.config import EngineConfig
+from widebeam.constraints.arena import CatalogArena
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
-from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import search as search_module
 from widebeam.engine.compile import EAGER, compiled_programs
 from widebeam.engine.core import Programs
@@ -151,7 +151,10 @@ def test_nothing_is_read_back_between_prefill_and_result(checkpoint: Path, catal
 
 def test_a_trie_costs_what_its_children_cost(checkpoint: Path, catalog_file: Path) -> None:
     catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
-    trie = DeviceTrie(catalog, torch.zeros(64, 8))
+    arena = CatalogArena(1 << 20, torch.device("cpu"))
+    arena.reserve(catalog)
+    arena.upload(catalog)
+    trie = arena.trie(catalog)
     index = catalog.index
     nodes = torch.arange(int(index.level_start[1]), int(index.level_start[2]))
     real_children = int((index.first_child[nodes + 1] - index.first_child[nodes]).sum())

@@ -16,7 +16,7 @@ from widebeam.engine.shapes import LEAST_ROWS, rung, token_rung
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded
 
-LIMITS = WaveLimits(requests=4, tokens=100, rows=64, context_pages=20, beam_slots=256, page_size=8)
+LIMITS = WaveLimits(requests=4, tokens=100, rows=64, context_pages=20, beam_slots=256, mask_places=100, page_size=8)
 
 
 def make_job(

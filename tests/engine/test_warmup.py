@@ -76,6 +76,7 @@ def any_settings(draw: st.DrawFn) -> Setting:
         rows=rows,
         context_pages=-(-max(tokens, longest) // page_size) + draw(st.integers(0, 100)),
         beam_slots=draw(st.integers(2 * min(rows, 16), 6 * rows)),
+        mask_places=1000,
         page_size=page_size,
     )
     return Setting(limits, draw(st.integers(1, rows)), draw(st.integers(2, 200_000)), longest)
@@ -94,6 +95,7 @@ def covered_settings(draw: st.DrawFn, most_rows: int = 8192, least_slots: int = 
         rows=rows,
         context_pages=-(-tokens // page_size) + requests + draw(st.integers(0, 500)),
         beam_slots=rows * draw(st.integers(least_slots, 6)),
+        mask_places=1000,
         page_size=page_size,
     )
     return Setting(

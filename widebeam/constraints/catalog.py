@@ -23,7 +23,7 @@ from widebeam.constraints.item_ids import ItemIds
 from widebeam.constraints.rows import Metadata, Problems, Rows
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import CatalogError, InvalidRequest, NotFound
+from widebeam.errors import CatalogError, ConfigError, InvalidRequest, NotFound
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,6 +246,23 @@ class Catalogs:
                 param="catalog",
             )
         return self._current[name]
+
+
+def catalog_files(given: str | Sequence[str] | None) -> dict[str, str]:
+    """Files by the names of their catalogs, of the setting: each FILE or NAME=FILE. Raises ConfigError."""
+    files: dict[str, str] = {}
+    for text in [given] if isinstance(given, str) else given or ():
+        name, equals, file = text.partition("=")
+        if not equals or "/" in name:
+            name, file = base_name(Path(text)), text
+        if not name or not file:
+            raise ConfigError(f"--catalog {text!r} must be FILE or NAME=FILE")
+        if name in files:
+            raise ConfigError(
+                f"--catalog: {files[name]} and {file} would both be named {name!r}; give names by NAME=FILE"
+            )
+        files[name] = file
+    return files
 
 
 def _check_unique(rows: Rows, problems: Problems) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from widebeam.constraints.arena import CatalogArena, MaskPool
 from widebeam.engine.state import BeamState
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
@@ -39,3 +40,5 @@ class Core:
     state: BeamState
     plans: Plans
     programs: Programs
+    catalogs: CatalogArena
+    masks: MaskPool

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from widebeam.config import EngineConfig, convert
-from widebeam.constraints.catalog import Catalog, Catalogs
+from widebeam.constraints.catalog import Catalog, Catalogs, catalog_files
 from widebeam.constraints.filter_spec import Filters
 from widebeam.constraints.filters import allowed_items
 from widebeam.engine.admission import Limits, admit, make_params
@@ -87,6 +87,7 @@ class Engine(Blocking):
         self._loop = asyncio.get_running_loop()
         self.died = asyncio.Event()
         try:
+            files = catalog_files(self.config.catalog)
             folder = await asyncio.to_thread(self._read_checkpoint)
             self._worker = Worker(
                 lambda: Runtime(self.config, folder, self.model_config, self.max_context_len),
@@ -105,8 +106,8 @@ class Engine(Blocking):
                 self.config, vocab_size, self.max_context_len, reachable, special, self._runtime.limits
             )
             self._budgets = Budgets(self._limits.budgets)
-            if self.config.catalog is not None:
-                await self.load_catalog(self.config.catalog, self.config.catalog_name)
+            for name, file in files.items():
+                await self.load_catalog(file, name)
         except BaseException:
             await self.stop()
             raise
@@ -141,9 +142,16 @@ class Engine(Blocking):
         if catalog.depth >= self.max_context_len:
             raise CatalogError(f"{path}: SIDs of {catalog.depth} tokens leave no room in {self.max_context_len}")
         catalog = self.catalogs.next_version(catalog)
-        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.add_catalog(catalog)))
+        await self._make_searchable(catalog)
         self.catalogs.add(catalog)
         return catalog
+
+    async def _make_searchable(self, catalog: Catalog) -> None:
+        """Put a catalog version on the device while waves run; the GPU thread only finds room for it, and warms up
+        what is new about it. Raises CatalogError."""
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.reserve(catalog)))
+        await asyncio.to_thread(self._runtime.upload, catalog)
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.add_catalog(catalog)))
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; those accepted are still answered."""

@@ -6,16 +6,15 @@ import gc
 import logging
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from widebeam.config import EngineConfig
+from widebeam.constraints.arena import CatalogArena, MaskPool
 from widebeam.constraints.catalog import Catalog
-from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import warmup
 from widebeam.engine.compile import (
     EAGER,
@@ -23,7 +22,6 @@ from widebeam.engine.compile import (
     Made,
     compiled_programs,
     graphed,
-    keep_trie_in_place,
     made_so_far,
     tuned,
 )
@@ -61,7 +59,8 @@ class Runtime:
         self._told = False
         self._model_config = model_config
         self._max_context_len = max_context_len
-        self._tries: weakref.WeakKeyDictionary[Catalog, DeviceTrie] = weakref.WeakKeyDictionary()
+        self._met: set[Hashable] = set()
+        """Graphs of levels over catalogs that a warm-up has run; see Wave.graphs."""
         if config.max_wave_rows < config.max_beam_width:
             raise ConfigError(
                 f"--max-wave-rows {config.max_wave_rows} is less than --max-beam-width {config.max_beam_width}"
@@ -81,6 +80,7 @@ class Runtime:
         }
         """What was chosen, in words."""
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
+        self._catalogs, self._masks = self._rooms()
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
         if self._compiles and not backend.replayable:
             log.warning("nothing is compiled or captured: the attention backend can do neither")
@@ -110,11 +110,25 @@ class Runtime:
         vocab_size, padded = model_config.vocab_size, self.core.programs.padded_tokens
         self._warm_up(warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, padded))
 
+    def _rooms(self) -> tuple[CatalogArena, MaskPool]:
+        """Those of catalogs and masks: taken before the KV pools, which get what is left."""
+        config = self.config
+        try:
+            return (
+                CatalogArena(int(config.catalog_memory_gib * 2**30), self.device),
+                MaskPool(int(config.filter_memory_gib * 2**30), self.device),
+            )
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"the GPU has no room beside the weights for --catalog-memory-gib {config.catalog_memory_gib:g} and "
+                f"--filter-memory-gib {config.filter_memory_gib:g}: lower them"
+            ) from None
+
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
         context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device)
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
-        return Core(self._model, context, beams, self._state, self._plans, EAGER)
+        return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)
 
     @property
     def limits(self) -> WaveLimits:
@@ -128,39 +142,49 @@ class Runtime:
             tokens=config.max_wave_tokens,
             rows=config.max_wave_rows,
             context_pages=core.context.num_pages,
-            beam_slots=core.beams.num_slots,
+            beam_slots=core.beams.size,
+            mask_places=core.masks.size,
             page_size=config.page_size,
         )
 
+    def reserve(self, catalog: Catalog) -> None:
+        """Find room for a catalog version. Raises CatalogError, naming the setting that is too small."""
+        self.core.masks.check_room(catalog)
+        try:
+            self.core.catalogs.reserve(catalog)
+        except torch.OutOfMemoryError:
+            raise OutOfMemory(f"the GPU has no room for the codebooks of catalog {catalog.name!r}") from None
+
+    def upload(self, catalog: Catalog) -> None:
+        """Bring it there while waves run, which takes a while. The one method for another thread than the GPU's."""
+        self.core.catalogs.upload(catalog)
+
     def add_catalog(self, catalog: Catalog) -> None:
-        """Put a catalog version on the device, where it stays for as long as somebody holds the catalog."""
-        if catalog not in self._tries:
-            try:
-                trie = DeviceTrie(catalog, self._model.head_VH, self.config.max_wave_requests)
-            except torch.OutOfMemoryError:
-                raise OutOfMemory(f"the GPU has no room for catalog {catalog.name!r} beside what it holds") from None
-            if self._compiles:
-                keep_trie_in_place(trie)
-            self._tries[catalog] = trie
-            normalizers: tuple[Normalizer, ...] = ("level", "legal", "vocab")
-            used = normalizers if self.config.warmup == "full" else normalizers[:1]
-            limits, vocab_size = self.limits, self._model_config.vocab_size
-            self._warm_up(warmup.catalog_waves(limits, self.config.max_beam_width, vocab_size, catalog, used))
+        """Make a catalog version searchable, for as long as somebody holds the catalog.
+
+        What `reserve` and `upload` have not done yet is done now. Then waves over it warm up what no earlier version
+        or catalog has met, which is mostly nothing.
+        """
+        self.reserve(catalog)
+        self.upload(catalog)
+        normalizers: tuple[Normalizer, ...] = ("level", "legal", "vocab")
+        used = normalizers if self.config.warmup == "full" else normalizers[:1]
+        limits, vocab_size = self.limits, self._model_config.vocab_size
+        waves = warmup.catalog_waves(limits, self.config.max_beam_width, vocab_size, catalog, used)
+        self._warm_up(warmup.unmet(waves, self._met, limits))
 
     def _warm_up(self, waves: Iterable[list[Search]]) -> None:
         """Run these waves, so that what they need is compiled and captured; from then on, more is a fallback."""
-        if not self._compiles or self.config.warmup == "none":
+        if not self._compiles or self.config.warmup == "none" or not (all_waves := list(waves)):
             return
         started, self._made = time.perf_counter(), None
-        count = 0
         for searches in tqdm(
-            list(waves), desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
+            all_waves, desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
         ):
             for _ in range(warmup.TIMES):
                 self.run([Job(search, time.monotonic(), None) for search in searches])
-            count += 1
         self._made = made_so_far(self.device)
-        log.info("warm-up: %d waves in %.1f s, %s", count, time.perf_counter() - started, self._made)
+        log.info("warm-up: %d waves in %.1f s, %s", len(all_waves), time.perf_counter() - started, self._made)
 
     def _note_what_was_made(self) -> None:
         """Count and log graphs that were compiled or captured although warm-up was over."""
@@ -185,7 +209,7 @@ class Runtime:
 
         try:
             self._acquire(self.core, wave)
-            trie = self._tries[wave.catalog] if wave.catalog is not None else None
+            trie = self.core.catalogs.trie(wave.catalog) if wave.catalog is not None else None
             launched = launch_wave(self.core, wave, trie, between._replace(wanted=wanted))
         finally:
             self._release(self.core, wave)
@@ -197,12 +221,14 @@ class Runtime:
         return self.launch(jobs).outcomes()
 
     def check_integrity(self) -> None:
-        """No page or slot may be held between waves. Raises RuntimeError."""
-        self.core.context.check_integrity()
-        self.core.beams.check_integrity()
-        if self.core.context.pages_used or self.core.beams.slots_used:
+        """No page, slot or place of a mask may be held between waves. Raises RuntimeError."""
+        core = self.core
+        for pool in (core.context, core.beams, core.catalogs, core.masks):
+            pool.check_integrity()
+        if core.context.pages_used or core.beams.used or core.masks.used:
             raise RuntimeError(
-                f"{self.core.context.pages_used} pages and {self.core.beams.slots_used} beam slots are held when idle"
+                f"{core.context.pages_used} pages, {core.beams.used} beam slots and {core.masks.used} places of masks "
+                f"are held when idle"
             )
 
     @staticmethod
@@ -211,8 +237,9 @@ class Runtime:
         for search in wave.searches:
             search.lease = core.context.acquire(search.num_tokens)
         wave.beam_lease = core.beams.acquire(wave.beam_slots)
-        if wave.beam_lease is None or any(search.lease is None for search in wave.searches):
-            raise RuntimeError("the scheduler formed a wave that the KV pools cannot hold")
+        wave.mask_lease = core.masks.acquire(wave.mask_places)
+        if None in (wave.beam_lease, wave.mask_lease) or any(search.lease is None for search in wave.searches):
+            raise RuntimeError("the scheduler formed a wave that the pools cannot hold")
 
     @staticmethod
     def _release(core: Core, wave: Wave) -> None:
@@ -223,6 +250,9 @@ class Runtime:
         if wave.beam_lease is not None:
             core.beams.release(wave.beam_lease)
             wave.beam_lease = None
+        if wave.mask_lease is not None:
+            core.masks.release(wave.mask_lease)
+            wave.mask_lease = None
 
     def _run_largest_waves(self, sizes: PoolSizes) -> None:
         """The most tokens that run together, and the most rows that one wave can have, on pools made for this alone."""

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from widebeam.constraints.trie import DeviceTrie
+from widebeam.constraints.arena import DeviceTrie, MaskPool
+from widebeam.constraints.trie import Masks
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
 from widebeam.engine.pruning import Pruning
@@ -54,7 +55,7 @@ def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, between: Betwee
     clock = Clock(device)
     clock.mark()
     launch_prompts(core, wave)  # first, so that the device is busy while the rest is prepared
-    data = wave_data(wave, core.model.config.vocab_size, device, trie)
+    data = wave_data(wave, core.model.config.vocab_size, device, core.masks)
     trace = Trace(core, wave, data) if wave.top_logprobs or wave.return_beam_details else None
     select = selection(core, wave, data, trie, trace)
     core.state.start(data.num_requests, wave.requests)
@@ -170,13 +171,16 @@ def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
     return {"stop_B": request, "stop_token": token}
 
 
-def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTrie | None = None) -> WaveData:
-    """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them."""
+def wave_data(wave: Wave, vocab_size: int, device: torch.device, pool: MaskPool) -> WaveData:
+    """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them, and masks
+    go to their places in the pool."""
     arrays = wave.arrays()
     special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
     masks, pruning = wave.mask_arrays(), wave.pruning_arrays()
     others = stop_arrays(wave) | {"special_S": np.array(special, dtype=np.int64)} | masks | pruning
     staged = to_device(arrays | others, device)
+    if masks and wave.mask_lease is not None:
+        pool.put(wave.masks, wave.mask_lease.base)
     stop_BV = None
     if wave.has_stops:
         stop_BV = torch.zeros(wave.requests + 1, vocab_size, dtype=torch.bool, device=device)
@@ -185,7 +189,7 @@ def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTri
         stop_BV=stop_BV,
         special_S=staged["special_S"] if special else None,
         pruning=Pruning(**{name: staged[name] for name in pruning}) if pruning else None,
-        masks=trie.masks(*(staged[name] for name in masks)) if trie is not None and masks else None,
+        masks=Masks(staged["place_B1"], pool.words, pool.before) if masks else None,
         **{name: staged[name] for name in arrays},
     )
 

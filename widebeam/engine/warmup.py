@@ -7,7 +7,7 @@ second time. Every one of them is a wave that the scheduler may form. Imports no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from widebeam.constraints.filters import ItemMask
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.shapes import LEAST_ROWS, context_splits, rung, token_rung
-from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
+from widebeam.engine.wave import Search, Wave, bound_widths, join_factor, narrowed
 
 TIMES = 2
 LEVELS = 3
@@ -99,6 +99,15 @@ def catalog_waves(
     if may_run(one, limits):
         mask = ItemMask.everything(catalog.num_items)
         yield [replace(narrowed(search, mask), normalizer=normalizers[0]) for search in one]
+
+
+def unmet(waves: Iterable[list[Search]], met: set[Hashable], limits: WaveLimits) -> Iterator[list[Search]]:
+    """Those waves of which a level runs a graph that is not met yet; from then on it is."""
+    for searches in waves:
+        graphs = Wave(searches, limits.rows).graphs
+        if not graphs <= met:
+            met |= graphs
+            yield searches
 
 
 def wave(
