@@ -5,6 +5,7 @@ So is prefill with level 0, whose prompts may be padded to a rung.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,32 @@ def test_rarer_forms_trace_whole_and_give_the_same(traced: tuple[Runtime, Catalo
         assert [score for _, score in one] == pytest.approx([score for _, score in two], abs=1e-4)
     explained = torch._dynamo.utils.counters["graph_break"]
     assert not explained, explained
+
+
+def test_versions_and_catalogs_share_one_compiled_form(
+    traced: tuple[Runtime, Catalog, Programs], checkpoint: Path, tmp_path: Path
+) -> None:
+    """Whatever their sizes, and wherever they lie: also one with more codes than a rung has."""
+    runtime, catalog, programs = traced
+    few, many = (tmp_path / name for name in ("few.jsonl", "many.jsonl"))
+    few.write_text("".join(json.dumps({"item_id": i, "sid": [i % 9, i % 50, 3]}) + "\n" for i in range(300)))
+    rows = [[i % 9, i % 50, 20 + i % 30] for i in range(300)]
+    many.write_text("".join(json.dumps({"item_id": i, "sid": sid}) + "\n" for i, sid in enumerate(rows)))
+    others = [replace(catalog), Catalog.load(few), Catalog.load(many)]
+    counted = []
+    for version in [catalog, *others]:
+        runtime.add_catalog(version)
+
+        def results(version: Catalog = version) -> list[list[list[int]]]:
+            outcomes = runtime.run(make_jobs(version, "level", ()))
+            return [[s.token_ids for s in outcome.result.sequences] for outcome in outcomes]  # type: ignore[union-attr]
+
+        runtime.core.programs = EAGER
+        eager = results()
+        runtime.core.programs = programs
+        assert results() == eager
+        counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(counted)) == 1 and counted[0] > 0, counted
 
 
 @pytest.mark.gpu

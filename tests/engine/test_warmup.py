@@ -235,6 +235,45 @@ def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, preten
     soak(runtime, catalog, 150, 0, load_model_config(checkpoint).vocab_size)
     assert (runtime.fallbacks, len(pretended.captured)) == (0, captured)
     assert captured > 20
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join(row.replace("<c_15>", "<c_3>").replace("item-9", "new-9") for row in rows))
+    update = Catalog.load(path, token_id=Tokenizer(checkpoint).token_id)
+    assert not np.array_equal(update.index.code, catalog.index.code)
+    runtime.core.beams.high_water = 0
+    runtime.add_catalog(update)
+    assert runtime.core.beams.high_water == 0  # no wave ran
+    soak(runtime, update, 30, 1, load_model_config(checkpoint).vocab_size)
+    assert (runtime.fallbacks, len(pretended.captured)) == (0, captured)
+
+
+def test_later_versions_warm_up_what_is_new_about_them() -> None:
+    """Of 30,000 items under 256 codes a level, 1,000 change; then another catalog has as many children elsewhere."""
+    limits = WaveLimits(
+        requests=16, tokens=20_480, rows=2048, context_pages=9999, beam_slots=8192, mask_places=9999, page_size=64
+    )
+
+    def unmet(codes: np.ndarray) -> list[list[Search]]:
+        index, _ = CatalogIndex.build(codes)
+        books = [np.arange(codes[:, level].max() + 1) for level in range(codes.shape[1])]
+        catalog: Any = SimpleNamespace(
+            index=index, depth=codes.shape[1], level_token_ids=books, num_items=index.num_items
+        )
+        waves = list(warmup.catalog_waves(limits, 512, 151_936, catalog, ("level",)))
+        found = list(warmup.unmet(waves, met, limits))
+        assert keys_of_all(waves, limits) >= keys_of_all(found, limits)
+        assert {key for key in keys_of_all(waves, limits) if key[0] != "prompts"} <= met  # type: ignore[index]
+        return found
+
+    rng, met = np.random.default_rng(0), set[Hashable]()
+    codes = rng.integers(0, 256, (30_000, 3)).astype(np.int32)
+    assert len(unmet(codes)) > 5
+    codes[rng.choice(30_000, 1000, replace=False)] = rng.integers(0, 256, (1000, 3))
+    assert not unmet(codes)
+    codes[:100, 2] = 256  # one code more than a rung holds: the last level alone is new, and so is every wave
+    more = unmet(codes)
+    assert more and not unmet(codes)
+    deeper = np.concatenate([codes, rng.integers(0, 3, (30_000, 1)).astype(np.int32)], axis=1)
+    assert unmet(deeper) and not unmet(deeper) and not unmet(codes)
 
 
 SMALL: dict[str, Any] = {"max_beam_width": 30, "max_wave_rows": 100, "max_wave_tokens": 256, "max_total_tokens": 2048}
