@@ -23,16 +23,16 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from gathering import DictTrie, edges, level_costs, prefixes_of, shares, top_then_filter_ms
-from kernels import CUDA, DEVICE
+from gathering import DictTrie, edges, level_costs, on_device, prefixes_of, shares, top_then_filter_ms
+from kernels import CUDA
 from random_catalog import make_catalog, random_sids, skewed_sids, write_catalog
 from report import header, save, table
 from swaps import filters_of, serve
 
+from widebeam.constraints.arena import MASK_BYTES, DeviceTrie, device_bytes
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filter_spec import Filters, Predicate
 from widebeam.constraints.filters import ItemMask, allowed_items
-from widebeam.constraints.trie import DeviceTrie
 from widebeam.model.config import load_model_config
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def measure(name: str, arguments: argparse.Namespace, first_token: int) -> dict[
     codes, levels, skewed = arguments.codes, arguments.levels, name == "skewed"
     sids = skewed_sids(codes) if skewed else random_sids(number(name), levels, codes)
     build_s, catalog = timed(lambda: make_catalog(sids, codes, first_token))
-    trie = DeviceTrie(catalog, torch.empty(first_token + levels * codes, 1, device=DEVICE), arguments.masks)
+    trie = on_device(catalog)
     found: dict[str, Any] = {
         "items": catalog.num_items,
         "nodes": catalog.index.num_nodes,
@@ -71,8 +71,8 @@ def measure(name: str, arguments: argparse.Namespace, first_token: int) -> dict[
         "ids_s": timed(lambda: catalog.rows_of([0]))[0],
         "load_s": None if skewed or number(name) > arguments.load else load_s(name, arguments, first_token),
         "host_bytes": catalog.index.nbytes + sum(a.nbytes for a in (catalog._codes, catalog._order, catalog._rank)),
-        "device_bytes": sum(array.nbytes for array in [*trie.nodes, *trie.codebooks] if array is not None),
-        "mask_bytes": trie.words_FW.nbytes + trie.before_FW.nbytes,
+        "device_bytes": device_bytes(catalog),
+        "mask_bytes": arguments.masks * ItemMask.places_for(catalog.num_items) * MASK_BYTES,
     }
     edge_E = edges(catalog, codes)
     found["levels"] = [
@@ -129,7 +129,7 @@ def mask_costs(catalog: Catalog, given: Filters) -> tuple[float, float, ItemMask
 
 def warm_up(catalog: Catalog, codes: int) -> None:
     """What is made once is made before it counts: compiled functions with and without filters, Arrow's threads."""
-    trie = DeviceTrie(catalog, torch.empty(1 + max(map(max, catalog.level_token_ids)), 1, device=DEVICE))
+    trie = on_device(catalog)
     group = Predicate(column="group", op="==", value=0)
     mask, _ = allowed_items(catalog, Filters(where=(group,)))
     for given in (None, mask):

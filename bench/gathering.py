@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from floor import Case
 from kernels import CUDA, DEVICE, distinct, launch_ms
 from offline import make_jobs
 from torch import Tensor
 
+from widebeam.constraints.arena import MASK_BYTES, NODE_BYTES, CatalogArena, DeviceTrie, MaskPool, num_places
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
-from widebeam.constraints.trie import DeviceTrie, Masks, TrieLevel
+from widebeam.constraints.trie import Masks, TrieLevel
 from widebeam.engine.scoring import catalog_candidates
 from widebeam.engine.selection import Candidates, rank
 from widebeam.engine.shapes import LevelShape
@@ -40,9 +42,27 @@ SPREAD = 2.0
 class Given:
     """In the place of a network: the hidden states are the logits."""
 
+    head_VH = torch.empty(1 << 18, 1, device=DEVICE)
+
     @staticmethod
-    def logits(hidden: Tensor, head: Tensor | None = None) -> Tensor:
-        return hidden
+    def logits(hidden: Tensor, head: Tensor) -> Tensor:
+        padding = head.shape[0] - hidden.shape[1]
+        return F.pad(hidden, (0, padding)) if padding else hidden
+
+
+def on_device(catalog: Catalog) -> DeviceTrie:
+    """The catalog in an arena of its own."""
+    arena = CatalogArena(num_places(catalog) * NODE_BYTES, DEVICE)
+    arena.reserve(catalog)
+    arena.upload(catalog)
+    return arena.trie(catalog)
+
+
+def masks_of(mask: ItemMask, requests: int) -> Masks:
+    """On the device, the same one for so many requests."""
+    pool = MaskPool(ItemMask.places_for(mask.num_items) * MASK_BYTES, DEVICE)
+    pool.put([mask], 0)
+    return Masks(torch.zeros(requests + 1, dtype=torch.int64, device=DEVICE), pool.words, pool.before)
 
 
 class Rows(NamedTuple):
@@ -100,27 +120,27 @@ def widest_place(catalog: Catalog, level: int) -> int:
 
 
 def gather(
-    rows: Rows, trie: TrieLevel, num_slots: int, masks: Masks | None, mask_R: Tensor | None
+    rows: Rows, trie: TrieLevel, num_slots: int, masks: Masks | None, place_R: Tensor | None
 ) -> tuple[Tensor, ...]:
     """All that the engine computes before and behind `segment_top`; that itself is replaced by a given order."""
-    found, lse_R = _candidates(rows, trie, num_slots, masks, mask_R)
+    found, lse_R = _candidates(rows, trie, num_slots, masks, place_R)
     return found.start_B1, found.score_M, lse_R, *(each[rows.order_P] for each in found[1:] if each is not None)
 
 
 def select(
-    rows: Rows, trie: TrieLevel, num_slots: int, masks: Masks | None, mask_R: Tensor | None
+    rows: Rows, trie: TrieLevel, num_slots: int, masks: Masks | None, place_R: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The same with selection."""
-    found, lse_R = _candidates(rows, trie, num_slots, masks, mask_R)
+    found, lse_R = _candidates(rows, trie, num_slots, masks, place_R)
     return lse_R, *rank(found, rows.limit_B1, rows.order_P.shape[0])
 
 
 def _candidates(
-    rows: Rows, trie: TrieLevel, num_slots: int, masks: Masks | None, mask_R: Tensor | None
+    rows: Rows, trie: TrieLevel, num_slots: int, masks: Masks | None, place_R: Tensor | None
 ) -> tuple[Candidates, Tensor]:
     model: Any = Given
     return catalog_candidates(
-        model, rows.logits_RC, rows.cum_R, rows.node_R, rows.first_row_B1, trie, "level", num_slots, masks, mask_R
+        model, rows.logits_RC, rows.cum_R, rows.node_R, rows.first_row_B1, trie, "level", num_slots, masks, place_R
     )
 
 
@@ -194,22 +214,21 @@ def level_costs(
 ) -> dict[str, Any]:
     """Milliseconds of one level's legality and gathering, and with selection; slots, and the children they are for."""
     shape, sets = shape_of(catalog, level, rows), row_sets(catalog, level, rows, codes)
-    node_R = sets[0].node_R[sets[0].cum_R > -torch.inf]
-    masks, mask_R = None, None
+    nodes = sets[0].node_R[sets[0].cum_R > -torch.inf].cpu().numpy()
+    masks, place_R = None, None
     if mask is not None:
-        words, before = torch.from_numpy(mask.words.view(np.int64).copy()), torch.from_numpy(mask.before.copy())
-        masks = trie.masks(torch.zeros(shape.requests + 1, dtype=torch.int64, device=DEVICE), words[None], before[None])
-        mask_R = torch.zeros(shape.rows_in, dtype=torch.int64, device=DEVICE)
+        masks = masks_of(mask, shape.requests)
+        place_R = torch.zeros(shape.rows_in, dtype=torch.int64, device=DEVICE)
 
     def timed(function: Callable[..., Any]) -> float:
         run = compiled(function)
-        return launch_ms([partial(run, one, trie.level(level), shape.candidates, masks, mask_R) for one in sets])
+        return launch_ms([partial(run, one, trie.level(level), shape.candidates, masks, place_R) for one in sets])
 
     return {
         "level": level,
         "rows": rows,
         "slots": shape.candidates,
-        "children": int((trie.first_child[node_R + 1] - trie.first_child[node_R]).sum()),
+        "children": int((catalog.index.first_child[nodes + 1] - catalog.index.first_child[nodes]).sum()),
         "gathering_ms": timed(gather),
         "with_selection_ms": timed(select),
     }
@@ -247,7 +266,7 @@ def found_by(catalog: Catalog, trie: DeviceTrie, width: int, codes: int, pick: C
         score, row, node = pick(level, rows)
         real = score > -torch.inf
         cum_R, node_R = score[real], node[real]
-        prefix_R = prefix_R[row[real]] * codes + trie.code[node_R].long()
+        prefix_R = prefix_R[row[real]] * codes + trie.level(level).code(node_R)
     return set(prefix_R.tolist())
 
 

@@ -26,6 +26,7 @@ from matrix import cases_of, markdown, name_of
 from report import header, save
 
 from widebeam.config import EngineConfig
+from widebeam.constraints.arena import device_bytes
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
@@ -37,6 +38,8 @@ from widebeam.model.config import ModelConfig, load_model_config
 WARM_UP = 3
 LEAST_ROWS = 8192
 LARGEST_PAGE = 256
+LEAST_FILTER_GIB = 1 / 64
+"""One mask over 80 million items; no case has filters."""
 
 
 class Bench(NamedTuple):
@@ -87,7 +90,7 @@ def prepare(arguments: argparse.Namespace) -> Bench:
         case = Case.parse(name, arguments.width, arguments.tokens)
         case = case if catalog is None else case._replace(tokens=catalog.depth)
         waves[name] = (case, make_jobs(case, catalog, model.vocab_size))
-    runtime = make_runtime(arguments, folder, model, waves)
+    runtime = make_runtime(arguments, folder, model, waves, 0 if catalog is None else device_bytes(catalog))
     if catalog is not None:
         runtime.add_catalog(catalog)
     codes = max(map(len, catalog.level_token_ids)) if catalog is not None else None
@@ -95,7 +98,11 @@ def prepare(arguments: argparse.Namespace) -> Bench:
 
 
 def make_runtime(
-    arguments: argparse.Namespace, folder: Path, model: ModelConfig, waves: dict[str, tuple[Case, list[Job]]]
+    arguments: argparse.Namespace,
+    folder: Path,
+    model: ModelConfig,
+    waves: dict[str, tuple[Case, list[Job]]],
+    catalog_bytes: int,
 ) -> Runtime:
     """A runtime whose pools hold what the waves need and little more, so that peak memory says something."""
     cases = [case for case, _ in waves.values()]
@@ -116,6 +123,8 @@ def make_runtime(
         max_wave_requests=max(16, *(case.requests for case in cases)),
         max_wave_tokens=max(case.context * case.requests for case in cases),
         max_wave_rows=rows,
+        catalog_memory_gib=catalog_bytes / 2**30,
+        filter_memory_gib=LEAST_FILTER_GIB,
         max_total_tokens=max(case.requests * (case.context + LARGEST_PAGE) for case in cases) + longest,
         beam_kv_tokens=max(1, *(Wave([job.search for job in jobs], rows).beam_slots for _, jobs in waves.values())),
         **optional,

@@ -14,6 +14,7 @@ import pytest
 
 from widebeam.cli import main
 from widebeam.config import Config, EngineConfig, ServerConfig
+from widebeam.constraints.catalog import catalog_files
 from widebeam.errors import ConfigError
 from widebeam.settings import parse
 
@@ -81,8 +82,8 @@ def test_a_catalog_is_built_and_grows(tmp_path: Path) -> None:
     done = widebeam("catalog", "build", *arguments, "--balanced", "--dedup")
     assert (done.returncode, done.stderr) == (0, "") and "90 of 6 dimensions" in done.stdout
     file = tmp_path / "out" / "items.parquet"
-    report = json.loads(widebeam("catalog", "inspect", file, "--hidden-size", 64, "--json").stdout)
-    assert (report["items"], report["sids"], report["device"]["head_bytes"]) == (90, 90, 24 * 64 * 2)
+    report = json.loads(widebeam("catalog", "inspect", file, "--json").stdout)
+    assert (report["items"], report["sids"]) == (90, 90) and report["device_bytes"] > 90 * 20
     done = widebeam("catalog", "validate", file)
     assert done.returncode == 0 and "90 items under 90 SIDs" in done.stdout
     done = widebeam("catalog", "assign", "--codebooks", tmp_path / "out", "--embeddings", tmp_path / "new.npy")
@@ -97,8 +98,7 @@ def test_a_catalog_is_built_and_grows(tmp_path: Path) -> None:
         (["buid"], "usage: widebeam catalog"),
         (["inspect"], "no file: widebeam catalog inspect FILE"),
         (["validate", "--json"], "no file: widebeam catalog validate FILE"),
-        (["inspect", "x.jsonl", "--model", "m", "--hidden-size", "8"], "give it or --hidden-size"),
-        (["inspect", "x.jsonl", "--hidden-size", "0"], "hidden_size"),
+        (["inspect", "x.jsonl", "--hidden-size", "8"], "--hidden-size"),
         (["build", "--embeddings", "x.npy", "--levels", "0"], "levels"),
         (["build", "--embeddings", "x.npy", "--codes", "1"], "codes"),
         (["build", "--embeddings", "no/x.npy"], "cannot read no/x.npy"),
@@ -166,6 +166,40 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     assert (config.engine.model, config.engine.max_levels) == ("a", 8)
     assert (config.engine.page_size, config.server.port) == (32, 3)
     assert parse(Config, ["b", f"--config={file}"], "widebeam serve", {}).engine.model == "b"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--catalog", "a", "b=c/d.json", "--port", "3"],
+        ["--catalog", "a", "--port", "3", "--catalog", "b=c/d.json"],
+        ["--catalog=a", "--catalog=b=c/d.json", "--port=3"],
+    ],
+)
+def test_several_catalogs(arguments: list[str], tmp_path: Path) -> None:
+    config = parse(Config, ["m", *arguments], "widebeam serve", {})
+    assert (config.engine.catalog, config.server.port) == (("a", "b=c/d.json"), 3)
+    file = tmp_path / "widebeam.toml"
+    file.write_text('[engine]\nmodel = "m"\ncatalog = ["a", "b=c/d.json"]\n')
+    assert parse(Config, ["--config", str(file)], "widebeam serve", {}).engine.catalog == ("a", "b=c/d.json")
+    assert parse(Config, ["m"], "widebeam serve", {"WIDEBEAM_CATALOG": "b=a"}).engine.catalog == "b=a"
+
+
+def test_catalogs_have_names() -> None:
+    assert catalog_files(("x/a.parquet", "b=c=d.json", "x=y/a.json", "x/y=z.json", "T.index.json")) == {
+        "a": "x/a.parquet", "b": "c=d.json", "x": "y/a.json", "y=z": "x/y=z.json", "T": "T.index.json",
+    }  # fmt: skip
+    assert catalog_files("a.json") == {"a": "a.json"} and catalog_files(None) == catalog_files(()) == {}
+    for given, words in (
+        (("a.json", "x/a.parquet"), "both be named 'a'"), ("=a", "NAME=FILE"), ("a=", "NAME=FILE"), ("", "NAME=FILE")
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            catalog_files(given)
+
+
+def test_one_request_searches_one_catalog(checkpoint: Path) -> None:
+    done = widebeam("generate", checkpoint, "--catalog", "a", "--catalog", "b", "--history", "x")
+    assert done.returncode == 2 and "--catalog once" in done.stderr
 
 
 def test_vllm_spelling() -> None:

@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from widebeam.config import convert
 from widebeam.errors import ConfigError
@@ -19,7 +18,7 @@ USAGE = """usage: widebeam catalog COMMAND ..
 
   build --embeddings FILE [flags]                    give items semantic IDs, and write a catalog
   assign --codebooks FOLDER --embeddings FILE        semantic IDs for new items, by an earlier build
-  inspect FILE [--model MODEL | --hidden-size N]     what a catalog file holds, and what it takes on a GPU
+  inspect FILE [--model MODEL]                       what a catalog file holds, and what it takes on a GPU
   validate FILE [--model MODEL]                      what is wrong with a catalog file, line by line
 
 `widebeam catalog COMMAND --help` lists the flags."""
@@ -29,10 +28,7 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True):
     """Read a catalog file and say what is in it."""
 
     model: str | None = None
-    """Folder or Hugging Face id of a model: its tokenizer turns token strings into ids, its hidden size and dtype give
-    the memory on the device."""
-    hidden_size: Annotated[int, Meta(ge=1)] | None = None
-    """Hidden size of the model, for the memory on the device in bfloat16, where there is no --model."""
+    """Folder or Hugging Face id of a model, whose tokenizer turns token strings into ids."""
     json: bool = False
     """Print JSON."""
 
@@ -96,14 +92,11 @@ def _inspect(arguments: list[str]) -> int:
 
     file, flags = _take_file(arguments, "inspect")
     options: Inspect = _parse(Inspect, flags, "widebeam catalog inspect FILE")
-    if options.model is not None and options.hidden_size is not None:
-        raise ConfigError("--model says what the hidden size is: give it or --hidden-size")
     model = _Model(options.model)
     started = time.perf_counter()
     catalog = Catalog.load(file, token_id=model.token_id, vocab_size=model.vocab_size)
     load_s = time.perf_counter() - started
-    hidden_size = model.hidden_size if options.hidden_size is None else options.hidden_size
-    report = inspect(catalog, hidden_size=hidden_size, head_dtype=model.dtype, load_s=load_s)
+    report = inspect(catalog, load_s=load_s)
     print(_json(report) if options.json else report.text())
     return 0
 
@@ -140,13 +133,11 @@ def _json(report: msgspec.Struct) -> str:
 
 
 class _Model:
-    """What a model's folder says: how token strings become ids, how many ids there are, and the shape of its head."""
+    """What a model's folder says: how token strings become ids, and how many ids there are."""
 
     def __init__(self, model: str | None) -> None:
         self.token_id: Callable[[str], int | None] | None = None
         self.vocab_size: int | None = None
-        self.hidden_size: int | None = None
-        self.dtype = "bfloat16"
         if model is None:
             return
         from widebeam.model.config import load_model_config
@@ -155,6 +146,5 @@ class _Model:
 
         folder = resolve_checkpoint(model)
         tokenizer = Tokenizer.load(folder)
-        config = load_model_config(folder)
         self.token_id = tokenizer.token_id if tokenizer else None
-        self.vocab_size, self.hidden_size, self.dtype = config.vocab_size, config.hidden_size, config.dtype
+        self.vocab_size = load_model_config(folder).vocab_size

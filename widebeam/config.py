@@ -13,6 +13,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 MAX_BEAM_WIDTH = 5000
 MAX_LEVELS = 512
+MAX_GIB = 1024
 API_KEY_VARIABLE = "WIDEBEAM_API_KEY"
 """Environment variable with a client's key; no setting of the server."""
 
@@ -24,10 +25,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A local folder or a Hugging Face id of a Qwen3, Qwen2 or Qwen2.5 dense checkpoint (safetensors only)."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face model; resolved once for all files."""
-    catalog: str | None = None
-    """Catalog file: parquet, JSONL, MiniOneRec index.json or packed sid2pid JSON. Without one, any token is legal."""
-    catalog_name: str | None = None
-    """Name by which requests choose the catalog; by default the file's name without its ending."""
+    catalog: str | tuple[str, ...] | None = None
+    """Catalog file, or several: parquet, JSONL, MiniOneRec index.json or packed sid2pid JSON. Requests choose one by
+    its name: the file's without its ending, or NAME if this says NAME=FILE. Without any, every token is legal."""
+    catalog_memory_gib: Annotated[float, Meta(ge=0, le=MAX_GIB)] = 1.0
+    """Memory on the device for the prefix trees of all catalogs, 20 bytes a node; a new version lies beside the one
+    before. `widebeam catalog inspect` says what one takes."""
+    filter_memory_gib: Annotated[float, Meta(gt=0, le=MAX_GIB)] = 0.25
+    """Memory on the device for the filters of a wave, 1.5 bits an item for each that is distinct."""
     catalog_history: Annotated[int, Meta(ge=0, le=100)] = 3
     """Earlier versions of each catalog that are kept in the host's memory, to go back to."""
     watch_catalogs: bool = False

@@ -52,8 +52,11 @@ def generate(settings: Generate) -> str:
     given = [name for name in ("prompt", "input_ids", "history") if getattr(request, name) is not None]
     if len(given) != 1:
         raise ConfigError("exactly one of --prompt, --input-ids and --history is needed")
-    if settings.engine.catalog is None and (request.history is not None or request.fields):
+    catalog = settings.engine.catalog
+    if not catalog and (request.history is not None or request.fields):
         raise ConfigError("--history and --fields need --catalog")
+    if isinstance(catalog, tuple) and len(catalog) > 1:
+        raise ConfigError("one request searches one catalog: give --catalog once")
     params = SearchParams(
         n=request.n,
         beam_width=request.beam_width,
@@ -63,7 +66,7 @@ def generate(settings: Generate) -> str:
     )
     engine = Engine(settings.engine)
     try:
-        if settings.engine.catalog is not None:
+        if catalog:
             inputs: dict[str, Any] = {given[0]: getattr(request, given[0])}
             answer: object = engine.run(
                 engine.recommend(**inputs, n=request.n, fields=request.fields, params=params)

@@ -27,7 +27,7 @@ def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[s
 
     The first argument, unless it is a flag, is the model.
     """
-    flags = [_canonical(argument) for argument in arguments]
+    flags = _gathered([_canonical(argument) for argument in arguments], "--catalog")
     if flags and not flags[0].startswith("-"):
         if any(flag.partition("=")[0] == "--model" for flag in flags):
             raise ConfigError(f"the model is given twice, as {flags[0]!r} and by --model")
@@ -52,6 +52,23 @@ def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[s
 def _canonical(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return ALIASES.get(name, name) + equals + value
+
+
+def _gathered(flags: list[str], name: str) -> list[str]:
+    """The flags, with all values of one that may be given several times behind one of it."""
+    values: list[str] = []
+    rest: list[str] = []
+    into = rest
+    for flag in flags:
+        if flag == name:
+            into = values
+        elif flag.startswith(f"{name}="):
+            values.append(flag.removeprefix(f"{name}="))
+            into = rest
+        else:
+            into = rest if flag.startswith("-") else into
+            into.append(flag)
+    return [*rest, name, *values] if values else flags
 
 
 def _take_config_flag(flags: list[str]) -> tuple[Path | None, list[str]]:

@@ -11,11 +11,9 @@ from typing import Any
 import gathering
 import numpy as np
 import report
-import torch
 from random_catalog import make_catalog, random_sids, skewed_sids, write_catalog
 
 from widebeam.constraints.catalog import Catalog
-from widebeam.constraints.trie import DeviceTrie
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 CODES, FIRST = 16, 20
@@ -65,7 +63,7 @@ def test_the_other_ways_see_the_same_children() -> None:
 
 def test_a_wide_enough_top_list_loses_nothing_and_a_narrow_one_does() -> None:
     catalog = make_catalog(random_sids(400, 3, CODES), CODES, FIRST)
-    trie = DeviceTrie(catalog, torch.empty(FIRST + 3 * CODES, 1))
+    trie = gathering.on_device(catalog)
     edge_E = gathering.edges(catalog, CODES)
     whole = gathering.shares(catalog, trie, CODES // 2, CODES, edge_E)
     assert whole == {"width": 8, "exact": 8, "top_then_filter": 1.0}
@@ -76,7 +74,7 @@ def test_a_wide_enough_top_list_loses_nothing_and_a_narrow_one_does() -> None:
 def test_skewed_rows_cost_what_their_children_cost() -> None:
     codes = 256
     catalog = make_catalog(skewed_sids(codes), codes, FIRST)
-    trie = DeviceTrie(catalog, torch.empty(FIRST + 3 * codes, 1))
+    trie = gathering.on_device(catalog)
     cost = gathering.level_costs(catalog, trie, 1, codes, codes)
     assert cost["children"] == 2 * codes - 1
     assert cost["slots"] <= codes * codes / 8  # of rows times the widest

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.constraints.catalog_files import write_header, write_jsonl, write_minionerec
+from widebeam.constraints.arena import CatalogArena
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.report import Collisions, inspect
-from widebeam.constraints.trie import DeviceTrie
 from widebeam.constraints.validation import validate
 
 
@@ -66,18 +66,14 @@ def test_a_long_histogram_is_folded() -> None:
     assert text.endswith("10 of 1, 4 of 2, 2 of 3, 2 of 4-7, 2 of 8-15, 1 of 512-1023")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_memory_is_what_the_device_arrays_take(catalog: Catalog, dtype: str) -> None:
-    head = torch.zeros(400, 24, dtype=getattr(torch, dtype))
-    trie = DeviceTrie(catalog, head)
-    levels = [trie.level(level) for level in range(catalog.depth)]
-    heads = sum(level.head.nbytes for level in levels)
-    shared = {id(tensor): tensor.nbytes for level in levels for tensor in level if tensor is not level.head}
-    report = inspect(catalog, hidden_size=24, head_dtype=dtype).device
-    assert report.head_bytes == heads and report.head_rows == 160
-    assert report.trie_bytes >= sum(shared.values()) > catalog.index.num_nodes
-    assert inspect(catalog).device.head_bytes is None
-    assert inspect(catalog).device.trie_bytes == report.trie_bytes
+def test_memory_is_what_the_device_arrays_take(catalog: Catalog) -> None:
+    arena = CatalogArena(1 << 20, torch.device("cpu"))
+    arena.reserve(catalog)
+    arena.upload(catalog)
+    levels = [arena.trie(catalog).level(level) for level in range(catalog.depth)]
+    nodes = sum(array[: arena.used].nbytes for array in arena.nodes)
+    assert nodes > catalog.index.num_nodes
+    assert inspect(catalog).device_bytes == nodes + sum(level.codebook_C.nbytes for level in levels)
 
 
 def test_problems_have_a_line_or_a_row_and_a_reason(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import Found, Prefix
-from widebeam.constraints.trie import DeviceTrie
+from widebeam.constraints.arena import MASK_BYTES, NODE_BYTES, CatalogArena, MaskPool, num_places
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core
 from widebeam.engine.flight import unpack
@@ -47,9 +47,18 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     wave = Wave(searches, max_rows=4096)
     device = torch.device("cpu")
     state = BeamState(4096, 16, 16, 1, vocab_size, torch.float32, device)
-    core = Core(model, None, None, state, None, None)  # type: ignore[arg-type]
-    trie = DeviceTrie(catalog, model.head_VH, len(searches)) if catalog is not None else None
-    data = wave_data(wave, vocab_size, device, trie)
+    room = 7 + num_places(catalog) if catalog is not None else 1
+    arena, pool = CatalogArena(room * NODE_BYTES, device), MaskPool((3 + wave.mask_places) * MASK_BYTES, device)
+    core = Core(model, None, None, state, None, None, arena, pool)  # type: ignore[arg-type]
+    trie = None
+    if catalog is not None:
+        arena.acquire(7)  # so that its nodes do not begin at place 0, nor the masks
+        pool.acquire(3)
+        arena.reserve(catalog)
+        arena.upload(catalog)
+        trie = arena.trie(catalog)
+    wave.mask_lease = pool.acquire(wave.mask_places)
+    data = wave_data(wave, vocab_size, device, pool)
     state.start(torch.tensor(len(searches)), wave.requests)
     for level, shape in enumerate(wave.shapes):
         for row in range(shape.rows_in):

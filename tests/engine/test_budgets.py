@@ -155,7 +155,7 @@ def test_waits_differ_and_repeat_with_the_seed() -> None:
 
 # Admission
 
-WAVE = WaveLimits(requests=4, tokens=1000, rows=256, context_pages=100, beam_slots=2000, page_size=16)
+WAVE = WaveLimits(requests=4, tokens=1000, rows=256, context_pages=100, beam_slots=2000, mask_places=100, page_size=16)
 
 
 def limits(**fields: Any) -> Limits:

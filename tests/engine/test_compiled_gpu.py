@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 
 from tests import tiny
 from tests.engine.warm_waves import make_runtime, make_search, soak
+from widebeam.constraints.arena import NODE_BYTES, CatalogArena
 from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.index import CatalogIndex
 from widebeam.engine.compile import made_so_far
 from widebeam.engine.engine import Engine
 from widebeam.engine.request import Sequence
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
+from widebeam.engine.staging import PIECE
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
 
@@ -41,6 +45,13 @@ def large_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Catalog
     )  # fmt: skip
     path = tiny.save_catalog(folder / "items.jsonl", num_items=600, first_codes=20, codes=48)
     return checkpoint, Catalog.load(path, token_id=Tokenizer(checkpoint).token_id)
+
+
+class Version:
+    """What the arena looks at in a catalog."""
+
+    def __init__(self, index: CatalogIndex) -> None:
+        self.name, self.index, self.level_token_ids = "x", index, [np.arange(200)] * 3
 
 
 WAVES = {
@@ -113,6 +124,48 @@ def test_after_warm_up_nothing_is_made_and_memory_stands_still(large_heads: tupl
     gc.collect()
     assert runtime.fallbacks == 0 and made_so_far(runtime.device) == made
     assert torch.cuda.memory_allocated() == allocated
+
+
+def test_an_update_compiles_and_captures_nothing(large_heads: tuple[Path, Catalog], tmp_path: Path) -> None:
+    """Loaded on another thread while waves run; answers are those of an engine that has only this version."""
+    checkpoint, catalog = large_heads
+    vocab_size = load_model_config(checkpoint).vocab_size
+    runtime = make_runtime(checkpoint, LONGEST, warmup="fast", **GPU)
+    runtime.add_catalog(catalog)
+    soak(runtime, catalog, 50, 0, vocab_size)
+    made = made_so_far(runtime.device)
+    path = tiny.save_catalog(tmp_path / "items.jsonl", num_items=600, first_codes=20, codes=48)
+    path.write_text(path.read_text().replace("<c_7>", "<c_3>").replace("item-9", "new-9"))
+    update = Catalog.load(path, token_id=Tokenizer(checkpoint).token_id)
+    runtime.reserve(update)
+    with ThreadPoolExecutor(1) as pool:
+        uploading = pool.submit(runtime.upload, update)
+        soak(runtime, catalog, 50, 1, vocab_size)
+        uploading.result()
+    runtime.add_catalog(update)
+    for seed, version in enumerate((update, catalog, update)):
+        soak(runtime, version, 50, seed, vocab_size)
+    assert runtime.fallbacks == 0 and made_so_far(runtime.device) == made
+    alone = make_runtime(checkpoint, LONGEST, enforce_eager=True, **GPU)
+    alone.add_catalog(update)
+    assert_alike(results(alone, "catalog", update), results(runtime, "catalog", update), EPS)
+
+
+def test_uploads_fill_their_places() -> None:
+    """Several pieces and versions, on a thread of their own, each readable once it is there."""
+    device = torch.device("cuda", 0)
+    arena = CatalogArena(NODE_BYTES * (3 * PIECE), device)
+    codes = np.random.default_rng(0).integers(0, 200, (PIECE, 3)).astype(np.int32)
+    index, _ = CatalogIndex.build(codes[: PIECE // 2])
+    versions: list[Any] = [Version(index) for _ in range(2)]
+    for version in versions:
+        arena.reserve(version)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(arena.upload, versions))
+    for version in versions:
+        base = arena.trie(version).lease.base
+        for array, own in zip(arena.nodes, (index.first_child, index.code, index.item_lo), strict=False):
+            assert np.array_equal(array[base : base + own.size].cpu().numpy(), own)
 
 
 def test_a_second_engine_has_graphs_of_its_own(large_heads: tuple[Path, Catalog]) -> None:

@@ -5,6 +5,7 @@ So is prefill with level 0, whose prompts may be padded to a rung.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import pytest
 import torch
 
 from widebeam.config import EngineConfig
+from widebeam.constraints.arena import CatalogArena
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
-from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import search as search_module
 from widebeam.engine.compile import EAGER, compiled_programs
 from widebeam.engine.core import Programs
@@ -88,7 +89,7 @@ def test_a_level_traces_whole_and_gives_the_same(
 
     runtime.core.programs = EAGER
     eager = results()
-    runtime.core.programs = programs if padded else replace(programs, graphed_tokens=set())
+    runtime.core.programs = programs if padded else replace(programs, graphed=set())
     for one, two in zip(eager, results(), strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two]
         assert [score for _, score in one] == pytest.approx([score for _, score in two], abs=1e-4)
@@ -131,6 +132,34 @@ def test_rarer_forms_trace_whole_and_give_the_same(traced: tuple[Runtime, Catalo
     assert not explained, explained
 
 
+def test_versions_and_catalogs_share_one_compiled_form(
+    traced: tuple[Runtime, Catalog, Programs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their sizes, and wherever they lie; the last one's codebooks are padded to another rung."""
+    runtime, catalog, programs = traced
+    few, many = (tmp_path / name for name in ("few.jsonl", "many.jsonl"))
+    few.write_text("".join(json.dumps({"item_id": i, "sid": [i % 9, i % 50, 3]}) + "\n" for i in range(300)))
+    rows = [[i % 9, i % 50, 20 + i % 30] for i in range(300)]
+    many.write_text("".join(json.dumps({"item_id": i, "sid": sid}) + "\n" for i, sid in enumerate(rows)))
+    others = [replace(catalog), Catalog.load(few), Catalog.load(many)]
+    counted = []
+    for version in [catalog, *others]:
+        if version is others[-1]:
+            monkeypatch.setattr("widebeam.constraints.arena.code_rung", lambda codes: 512)
+        runtime.add_catalog(version)
+
+        def results(version: Catalog = version) -> list[list[list[int]]]:
+            outcomes = runtime.run(make_jobs(version, "level", ()))
+            return [[s.token_ids for s in outcome.result.sequences] for outcome in outcomes]  # type: ignore[union-attr]
+
+        runtime.core.programs = EAGER
+        eager = results()
+        runtime.core.programs = programs
+        assert results() == eager
+        counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(counted)) == 1 and counted[0] > 0, counted
+
+
 @pytest.mark.gpu
 def test_nothing_is_read_back_between_prefill_and_result(checkpoint: Path, catalog_file: Path) -> None:
     """Every synchronising call in a wave but the last copy raises."""
@@ -156,7 +185,10 @@ def test_nothing_is_read_back_between_prefill_and_result(checkpoint: Path, catal
 
 def test_a_trie_costs_what_its_children_cost(checkpoint: Path, catalog_file: Path) -> None:
     catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
-    trie = DeviceTrie(catalog, torch.zeros(64, 8))
+    arena = CatalogArena(1 << 20, torch.device("cpu"))
+    arena.reserve(catalog)
+    arena.upload(catalog)
+    trie = arena.trie(catalog)
     index = catalog.index
     nodes = torch.arange(int(index.level_start[1]), int(index.level_start[2]))
     real_children = int((index.first_child[nodes + 1] - index.first_child[nodes]).sum())

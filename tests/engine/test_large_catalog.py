@@ -19,9 +19,10 @@ import torch
 
 from tests.engine.table_search import Table, run
 from tests.oracle import beam_search
+from widebeam.constraints.arena import MASK_BYTES, NODE_BYTES, CatalogArena, DeviceTrie, MaskPool, num_places
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
-from widebeam.constraints.trie import DeviceTrie
+from widebeam.constraints.trie import Masks
 from widebeam.engine.scoring import catalog_candidates
 from widebeam.engine.selection import rank
 from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
@@ -45,6 +46,12 @@ class Plain:
         start = sum(code * CODES ** (2 - level) for level, code in enumerate(prefix))
         first, last = np.searchsorted(self.numbers, [start, start + below])
         return np.unique(self.numbers[first:last][self.allowed[first:last]] % below // (below // CODES))
+
+
+def lse_of(logits: torch.Tensor) -> torch.Tensor:
+    """Summed in float64, as the engine's."""
+    most = logits.amax(-1)
+    return (most.double() + (logits - most[..., None]).exp().double().sum(-1).log()).float()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +88,10 @@ def mask_of(catalog: Catalog, allowed: np.ndarray) -> ItemMask:
 
 @pytest.fixture(scope="module")
 def trie(catalog: Catalog) -> DeviceTrie:
-    return DeviceTrie(catalog, torch.zeros(CODES, 1))
+    arena = CatalogArena(num_places(catalog) * NODE_BYTES, torch.device("cpu"))
+    arena.reserve(catalog)
+    arena.upload(catalog)
+    return arena.trie(catalog)
 
 
 def prefixes(sids: np.ndarray, level: int, rows: int, rng: np.random.Generator) -> list[Sid]:
@@ -113,18 +123,18 @@ def test_candidates_are_the_children(
     cum_R = -np.round(rng.random(R).astype(np.float32), 1)
     live_R = rng.random(R) < 0.9
     live_R[0] = True
-    lse_R = torch.from_numpy(logits_RC).logsumexp(-1).numpy()
+    lse_R = lse_of(torch.from_numpy(logits_RC)).numpy()
 
-    masks, mask_R = None, None
+    masks, place_R = None, None
     if allowed is not None:
-        mask = mask_of(catalog, allowed)
-        words, before = torch.from_numpy(mask.words.view(np.int64).copy()), torch.from_numpy(mask.before.copy())
-        masks, mask_R = trie.masks(torch.zeros(2, dtype=torch.int64), words[None], before[None]), torch.zeros(R).long()
-    model: Any = SimpleNamespace(logits=lambda hidden, head: hidden)
+        pool = MaskPool(ItemMask.places_for(ITEMS) * MASK_BYTES, torch.device("cpu"))
+        pool.put([mask_of(catalog, allowed)], 0)
+        masks, place_R = Masks(torch.zeros(2, dtype=torch.int64), pool.words, pool.before), torch.zeros(R).long()
+    model: Any = SimpleNamespace(head_VH=torch.zeros(CODES, 1), logits=lambda hidden, head: hidden)
     found, _ = catalog_candidates(
         model, torch.from_numpy(logits_RC), torch.from_numpy(np.where(live_R, cum_R, -np.inf).astype(np.float32)),
         torch.tensor([node_of(catalog, prefix) for prefix in given]), torch.tensor([0, R]), trie.level(level), "level",
-        catalog.index.widest(level, R) + 5, masks, mask_R,
+        catalog.index.widest(level, R) + 5, masks, place_R,
     )  # fmt: skip
 
     expected: list[tuple[np.float32, int, int]] = []
@@ -162,7 +172,7 @@ def plain_search(table: Table, plain: Plain, widths: tuple[int, ...]) -> list[tu
         for number, (prefix, cum) in enumerate(beams):
             logits = table.row(prefix)
             children = plain.children(prefix)
-            scores.append(cum + (logits - logits.logsumexp(-1)).numpy()[children])
+            scores.append(cum + (logits - lse_of(logits)).numpy()[children])
             parents.append(np.full(len(children), number))
             codes.append(children)
         score, parent, code = (np.concatenate(arrays) for arrays in (scores, parents, codes))
@@ -236,7 +246,7 @@ def test_mixed_depths_over_large_codebooks(tmp_path: Path) -> None:
     def expected(table: Table, widths: tuple[int, ...]) -> list[tuple[Sid, float, str]]:
         def logprobs(prefix: Sid) -> list[Any]:
             logits = table.row(prefix)
-            return list((logits - logits.logsumexp(-1)).numpy())
+            return list((logits - lse_of(logits)).numpy())
 
         def final(cum: Any, length: int) -> Any:
             return np.float32(cum) / np.float32(length)

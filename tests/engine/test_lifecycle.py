@@ -189,7 +189,7 @@ async def test_versions_count_up_and_old_ones_leave_the_device(checkpoint: Path,
             await engine.load_catalog(catalog_file)
             assert (await engine.submit([5], SearchParams(beam_width=2))).catalog_version == version
         gc.collect()
-        assert len(engine._runtime._tries) == 1
+        assert len(engine._runtime.core.catalogs) == 1
 
 
 async def test_a_recommendation_keeps_to_one_version_of_its_catalog(

@@ -91,7 +91,7 @@ def test_a_passing_wave_finds_the_long_ones_pages_taken(runtime: Runtime) -> Non
     held: list[tuple[int, int]] = []
 
     def run_others() -> None:
-        held.append((runtime.core.context.pages_used, runtime.core.beams.slots_used))
+        held.append((runtime.core.context.pages_used, runtime.core.beams.used))
 
     results(runtime, LONG["beams"], Between(others_wait=lambda: True, run_others=run_others))
     assert len(held) == 4 and all(pages > 0 and slots > 0 for pages, slots in held)

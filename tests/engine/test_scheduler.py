@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from widebeam.constraints.filters import ItemMask
 from widebeam.engine.scheduler import CLEAN_WAVES, Job, Load, Outcome, Scheduler, WaveLimits
 from widebeam.engine.shapes import LEAST_ROWS, rung, token_rung
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded
 
-LIMITS = WaveLimits(requests=4, tokens=100, rows=64, context_pages=20, beam_slots=256, page_size=8)
+LIMITS = WaveLimits(requests=4, tokens=100, rows=64, context_pages=20, beam_slots=256, mask_places=100, page_size=8)
 
 
 def make_job(
@@ -54,6 +55,28 @@ def test_jobs_share_a_wave_up_to_its_limits() -> None:
     assert cut([make_job("a", tokens=60), make_job("b", tokens=50), make_job("c", tokens=30)])[0] == ["ac", "b"]
     assert cut([make_job("a", width=40), make_job("b", width=30), make_job("c", width=20)])[0] == ["ac", "b"]
     assert cut([make_job("a", levels=100, width=1), make_job("b", levels=65, width=4)])[0] == ["a", "b"]  # beam slots
+
+
+def test_masks_share_their_pool() -> None:
+    """Each takes its places once, however many requests have it; one that passes a long wave finds what that leaves."""
+    masks = [ItemMask.everything(64 * 39) for _ in range(4)]  # 40 places of 100 each
+
+    def masked(name: str, mask: ItemMask, **fields: Any) -> Job:
+        job = make_job(name, **fields)
+        job.search.mask = mask
+        return job
+
+    one, two, three, _ = masks
+    jobs = [masked("a", one), masked("b", two), masked("c", three), masked("d", one), make_job("e")]
+    assert cut(jobs)[0] == ["abde", "c"]
+    scheduler = Scheduler(LIMITS, lambda _: None)
+    for name, mask in zip("abc", masks, strict=False):
+        scheduler.add(masked(name, mask))
+    long = Load.of([masked("l", one, levels=10).search], LIMITS)
+    assert names(scheduler.next_wave(0.0, long)) == "a"
+    assert names(scheduler.next_wave(0.0, long.plus(masked("m", three).search, LIMITS))) == ""
+    assert names(scheduler.next_wave(0.0)) == "bc"
+    assert scheduler.closed_by["masks"] == 1
 
 
 def test_a_prompt_over_the_limit_runs_alone() -> None:

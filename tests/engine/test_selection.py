@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.engine.table_search import Table, run
 from tests.oracle import Found, Prefix, beam_search
@@ -125,6 +126,11 @@ def make_catalog(items: set[Prefix]) -> Catalog:
 catalogs = st.sets(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40)
 
 
+def log_sum_exp(codes: Tensor) -> Tensor:
+    """In float32, but for the sum."""
+    return (codes.max().double() + (codes - codes.max()).exp().double().sum().log()).float()
+
+
 def catalog_logprobs(table: Table, items: set[Prefix], normalizer: str) -> Any:
     """As float32_logprobs, for each normaliser; computed as the engine documents it, so that the bits agree."""
     depth = max(len(item) for item in items)
@@ -137,8 +143,8 @@ def catalog_logprobs(table: Table, items: set[Prefix], normalizer: str) -> Any:
         illegal = torch.tensor([code not in legal for code in codebooks[k]])
         lse = {
             "vocab": row.logsumexp(-1),
-            "level": codes.logsumexp(-1),
-            "legal": codes[None].masked_fill(illegal, -torch.inf).logsumexp(-1)[0],
+            "level": log_sum_exp(codes),
+            "legal": log_sum_exp(codes.masked_fill(illegal, -torch.inf)),
         }[normalizer]
         return list((row - lse).numpy())
 

@@ -42,7 +42,6 @@ from widebeam.engine.compile import compiled_programs
 from widebeam.engine.memory import least_sizes
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Load, WaveLimits
-from widebeam.engine.shapes import COMMON_TOKENS
 from widebeam.engine.wave import Search
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
@@ -62,7 +61,7 @@ class Setting:
     longest: int
 
     def waves(self, catalog: Any = None) -> Iterator[list[Search]]:
-        yield from warmup.waves(self.limits, self.widest, self.vocab_size, self.longest, COMMON_TOKENS)
+        yield from warmup.waves(self.limits, self.widest, self.vocab_size, self.longest)
         if catalog is not None:
             yield from warmup.catalog_waves(self.limits, self.widest, self.vocab_size, catalog, ("level",))
 
@@ -78,6 +77,7 @@ def any_settings(draw: st.DrawFn) -> Setting:
         rows=rows,
         context_pages=-(-max(tokens, longest) // page_size) + draw(st.integers(0, 100)),
         beam_slots=draw(st.integers(2 * min(rows, 16), 6 * rows)),
+        mask_places=1000,
         page_size=page_size,
     )
     return Setting(limits, draw(st.integers(1, rows)), draw(st.integers(2, 200_000)), longest)
@@ -96,6 +96,7 @@ def covered_settings(draw: st.DrawFn, most_rows: int = 8192, least_slots: int = 
         rows=rows,
         context_pages=-(-tokens // page_size) + requests + draw(st.integers(0, 500)),
         beam_slots=rows * draw(st.integers(least_slots, 6)),
+        mask_places=1000,
         page_size=page_size,
     )
     return Setting(
@@ -177,7 +178,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     compiles = property(lambda self: True, lambda self, value: None)
     monkeypatch.setattr(Runtime, "_compiles", compiles, raising=False)
     monkeypatch.setattr("widebeam.model.reference.TorchBackend.replayable", True)
-    monkeypatch.setattr("widebeam.engine.runtime.made_so_far", recorder.made_so_far)
+    monkeypatch.setattr("widebeam.engine.captures.made_so_far", recorder.made_so_far)
     monkeypatch.setattr("widebeam.engine.runtime.compiled_programs", lambda core, _: compiled_programs(core, recorder))
     torch._dynamo.reset()
     return recorder
@@ -235,26 +236,68 @@ def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, preten
     soak(runtime, catalog, 150, 0, load_model_config(checkpoint).vocab_size)
     assert (runtime.fallbacks, len(pretended.captured)) == (0, captured)
     assert captured > 20
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join(row.replace("<c_15>", "<c_3>").replace("item-9", "new-9") for row in rows))
+    update = Catalog.load(path, token_id=Tokenizer(checkpoint).token_id)
+    assert not np.array_equal(update.index.code, catalog.index.code)
+    runtime.core.beams.high_water = 0
+    runtime.add_catalog(update)
+    assert runtime.core.beams.high_water == 0  # no wave ran
+    soak(runtime, update, 30, 1, load_model_config(checkpoint).vocab_size)
+    assert (runtime.fallbacks, len(pretended.captured)) == (0, captured)
+
+
+def test_later_versions_warm_up_what_is_new_about_them() -> None:
+    """Of 30,000 items under 256 codes a level, 1,000 change; then another catalog has as many children elsewhere."""
+    limits = WaveLimits(
+        requests=16, tokens=20_480, rows=2048, context_pages=9999, beam_slots=8192, mask_places=9999, page_size=64
+    )
+
+    def unmet(codes: np.ndarray) -> list[list[Search]]:
+        index, _ = CatalogIndex.build(codes)
+        books = [np.arange(codes[:, level].max() + 1) for level in range(codes.shape[1])]
+        catalog: Any = SimpleNamespace(
+            index=index, depth=codes.shape[1], level_token_ids=books, num_items=index.num_items
+        )
+        waves = list(warmup.catalog_waves(limits, 512, 151_936, catalog, ("level",)))
+        found = list(warmup.unmet(waves, met, limits))
+        assert keys_of_all(waves, limits) >= keys_of_all(found, limits)
+        assert {key for key in keys_of_all(waves, limits) if key[0] != "prompts"} <= met  # type: ignore[index]
+        return found
+
+    rng, met = np.random.default_rng(0), set[Hashable]()
+    codes = rng.integers(0, 256, (30_000, 3)).astype(np.int32)
+    assert len(unmet(codes)) > 5
+    codes[rng.choice(30_000, 1000, replace=False)] = rng.integers(0, 256, (1000, 3))
+    assert not unmet(codes)
+    codes[:100, 2] = 256  # one code more than a rung holds: the last level alone is new, and so is every wave
+    more = unmet(codes)
+    assert more and not unmet(codes)
+    deeper = np.concatenate([codes, rng.integers(0, 3, (30_000, 1)).astype(np.int32)], axis=1)
+    assert unmet(deeper) and not unmet(deeper) and not unmet(codes)
 
 
 def test_large_prompts_are_captured_later(
     checkpoint: Path, pretended: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then they run as they are; either way the search is the same."""
-    for module in ("shapes", "compile", "runtime", "warmup"):
+    for module in ("shapes", "compile", "warmup"):
         monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
     runtime = make_runtime(checkpoint, max_wave_rows=32, max_beam_width=16, max_wave_tokens=1024, max_total_tokens=2048)
-    sizes = runtime.core.programs.graphed_tokens
+    graphed = runtime.core.programs.graphed
+
+    def sizes() -> set[int]:
+        return {tokens for requests, tokens in graphed if requests == 16}
 
     def results() -> list[Any]:
         jobs = [Job(make_search(np.arange(300) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
         return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in runtime.run(jobs)]
 
     captured, plain = len(pretended.captured), results()
-    assert (sizes, len(pretended.captured)) == ({128, 256}, captured)
+    assert (sizes(), len(pretended.captured)) == ({128, 256}, captured)
     while runtime.capture_more():
         pass
-    assert sizes == {128, 256, *range(320, 1121, 160)}
+    assert sizes() == {128, 256, *range(320, 1121, 160)}
     captured, graphed = len(pretended.captured), results()
     assert len(pretended.captured) == captured and runtime.fallbacks == runtime.late_graphs == 0
     for one, other in zip(plain, graphed, strict=True):

@@ -20,7 +20,9 @@ from widebeam.engine.wave import Search
 from widebeam.engine.worker import DEPTH, PASSING, Worker
 from widebeam.errors import EngineDead, EngineError, OutOfMemory
 
-LIMITS = WaveLimits(requests=4, tokens=1000, rows=1000, context_pages=1000, beam_slots=10_000, page_size=16)
+LIMITS = WaveLimits(
+    requests=4, tokens=1000, rows=1000, context_pages=1000, beam_slots=10_000, mask_places=100, page_size=16
+)
 
 
 class Wave:

@@ -102,12 +102,7 @@ def graph_keys(searches: list[Search], limits: WaveLimits) -> set[Hashable]:
         tokens = token_rung(sum(search.num_tokens for search in group))
         if tokens <= COMMON_TOKENS:
             keys.add(("prompts", wave.requests, tokens))
-    num_levels = len(wave.arrays()["widths_LB1"])
-    for level, shape in enumerate(wave.shapes):
-        if level:
-            keys.add(("rows", wave.requests, wave.decoded(level), wave.splits(level), shape.depth))
-        codes = len(wave.catalog.level_token_ids[level]) if wave.catalog is not None else None
-        keys.add(("advance", shape, num_levels, codes))
+    keys |= wave.graphs
     return keys
 
 

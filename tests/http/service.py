@@ -94,11 +94,15 @@ class Service:
 
 
 @contextmanager
-def running_service(checkpoint: Path, catalog: Path | None, **settings: Any) -> Iterator[Service]:
+def running_service(checkpoint: Path, catalog: Path | tuple[str, ...] | None, **settings: Any) -> Iterator[Service]:
     """A service until the end of the block; `settings` are those of ServerConfig and of EngineConfig."""
     thread = LoopThread("test-server")
     of_server = {name: settings.pop(name) for name in ServerConfig.__struct_fields__ if name in settings}
-    of_engine = {"catalog": None if catalog is None else str(catalog), "device": "cpu", "default_beam_width": 16}
+    of_engine: dict[str, Any] = {
+        "catalog": str(catalog) if isinstance(catalog, Path) else catalog,
+        "device": "cpu",
+        "default_beam_width": 16,
+    }
     engine = Engine(str(checkpoint), **(of_engine | settings))
     config = convert({"port": 0, "served_model_name": MODEL_NAME} | of_server, ServerConfig)
 

@@ -208,7 +208,9 @@ def check_counters(
 
     assert set(ledger.outcomes) == set(ledger.jobs) and set(ledger.outcomes.values()) == {1}
     stats = service.engine.stats()
-    assert sum(stats.searches.values()) == len(ledger.jobs)
+    # whoever leaves while its filters are found never comes to the device's side
+    early = sum(case.searches for case in cases if "filters" in case.body and case.fate != "stays")
+    assert 0 <= sum(stats.searches.values()) - len(ledger.jobs) <= early
     assert stats.out_of_memory == faults.waves["memory"]
     assert all(faults.waves[kind] for kind in ("memory", "network", "reading"))
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.model.test_attention import CONFIG
-from widebeam.kv.beam import BeamKV, BeamLease, ancestor_slots
+from widebeam.kv.beam import BeamKV, ancestor_slots
 from widebeam.kv.context import ContextKV, ContextLease
+from widebeam.ranges import RangeLease
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ class BeamMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BeamKV(CONFIG, num_slots=20, dtype=torch.float32, device=CPU)
-        self.held: list[BeamLease] = []
+        self.held: list[RangeLease] = []
 
     @rule(count=st.integers(0, 21))
     def acquire(self, count: int) -> None:
@@ -61,6 +62,7 @@ class BeamMachine(RuleBasedStateMachine):
         for lease in self.held:
             owned[lease.base : lease.base + lease.count] = True
         room = any(not owned[i : i + count].any() for i in range(20 - count + 1))
+        assert room == (count <= self.pool.largest_gap)
         lease = self.pool.acquire(count)
         assert (lease is not None) == room
         if lease is not None:
@@ -78,7 +80,7 @@ class BeamMachine(RuleBasedStateMachine):
     @invariant()
     def ranges_are_apart(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.slots_used == sum(lease.count for lease in self.held) <= self.pool.high_water
+        assert self.pool.used == sum(lease.count for lease in self.held) <= self.pool.high_water
 
 
 TestContextKV = ContextMachine.TestCase

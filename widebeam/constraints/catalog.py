@@ -24,7 +24,7 @@ from widebeam.constraints.markers import Markers
 from widebeam.constraints.rows import Metadata, Problems, Rows
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import CatalogError, InvalidRequest
+from widebeam.errors import CatalogError, ConfigError, InvalidRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +222,23 @@ class Catalog:
 
     def _path(self, row: int) -> list[int]:
         return [code for code in self._codes[:, row].tolist() if code >= 0]
+
+
+def catalog_files(given: str | Sequence[str] | None) -> dict[str, str]:
+    """Files by the names of their catalogs, of the setting: each FILE or NAME=FILE. Raises ConfigError."""
+    files: dict[str, str] = {}
+    for text in [given] if isinstance(given, str) else given or ():
+        name, equals, file = text.partition("=")
+        if not equals or "/" in name:
+            name, file = base_name(Path(text)), text
+        if not name or not file:
+            raise ConfigError(f"--catalog {text!r} must be FILE or NAME=FILE")
+        if name in files:
+            raise ConfigError(
+                f"--catalog: {files[name]} and {file} would both be named {name!r}; give names by NAME=FILE"
+            )
+        files[name] = file
+    return files
 
 
 def _check_unique(rows: Rows, problems: Problems) -> None:

@@ -68,6 +68,15 @@ class ItemMask:
     def __and__(self, other: ItemMask) -> ItemMask:
         return ItemMask(self.words & other.words, self.num_items)
 
+    @staticmethod
+    def places_for(num_items: int) -> int:
+        """Places that a mask over so many items takes in the device's pool: its words and one more."""
+        return -(-num_items // 64) + 1
+
+    @property
+    def places(self) -> int:
+        return self.before.size
+
     @property
     def num_allowed(self) -> int:
         return int(self.before[-1])

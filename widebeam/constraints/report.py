@@ -67,23 +67,6 @@ class Collisions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a catalog takes on the device."""
-
-    trie_bytes: int
-    """The index and the codebooks."""
-    head_rows: int
-    """Rows of the output projection that are kept beside it: one for each code."""
-    head_bytes: int | None
-    """None: the hidden size is not known."""
-
-    def text(self) -> str:
-        head = f"{self.head_rows:,} rows of the head (hidden size unknown: --model, --hidden-size)"
-        if self.head_bytes is not None:
-            head = f"{self.head_bytes:,} for {self.head_rows:,} rows of the head"
-        return f"{self.trie_bytes:,} bytes, and {head}"
-
-
 class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
     """A catalog in numbers."""
 
@@ -115,7 +98,8 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
     """Named ones."""
     index_bytes: int
     """On the host."""
-    device: DeviceMemory
+    device_bytes: int
+    """On the device: of --catalog-memory-gib, and the codebooks."""
     load_s: float | None
     """Seconds to read, check and index the file."""
 
@@ -140,7 +124,7 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
             ("template", repr(self.template.item) if self.template is not None else "none"),
             ("filters", ", ".join(self.filters) or "none"),
             ("index", f"{self.index_bytes:,} bytes{loaded}"),
-            ("device", self.device.text()),
+            ("device", f"{self.device_bytes:,} bytes"),
         ]
         return "\n".join([f"{label:<9} {fact}" for label, fact in lines] + self._table())
 
@@ -157,10 +141,10 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
 
-def inspect(
-    catalog: Catalog, *, hidden_size: int | None = None, head_dtype: str = "bfloat16", load_s: float | None = None
-) -> CatalogReport:
-    """Measure a catalog. `hidden_size` and `head_dtype` are those of the model that it would be served with."""
+def inspect(catalog: Catalog, *, load_s: float | None = None) -> CatalogReport:
+    """Measure a catalog."""
+    from widebeam.constraints.arena import device_bytes
+
     index = catalog.index
     per_sid = index.num_terminal
     depths = {
@@ -186,32 +170,8 @@ def inspect(
         template=catalog.template,
         filters=tuple(catalog.header.filters),
         index_bytes=index.nbytes,
-        device=_device_memory(catalog, hidden_size, head_dtype),
+        device_bytes=device_bytes(catalog),
         load_s=load_s,
-    )
-
-
-def _device_memory(catalog: Catalog, hidden_size: int | None, head_dtype: str) -> DeviceMemory:
-    """The bytes of a DeviceTrie, made on the meta device, where tensors have sizes but no memory."""
-    import torch
-
-    from widebeam.constraints.trie import DeviceTrie
-
-    def tensors(value: object) -> list[torch.Tensor]:
-        if isinstance(value, torch.Tensor):
-            return [value]
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        return [tensor for part in parts for tensor in tensors(part)]
-
-    def size(hidden: int) -> int:
-        head_VH = torch.empty(vocabulary, hidden, dtype=getattr(torch, head_dtype), device="meta")
-        return sum(tensor.nbytes for tensor in tensors(vars(DeviceTrie(catalog, head_VH))))
-
-    vocabulary = 1 + max(int(tokens.max()) for tokens in catalog.level_token_ids)
-    return DeviceMemory(
-        trie_bytes=size(0),
-        head_rows=sum(tokens.size for tokens in catalog.level_token_ids),
-        head_bytes=None if hidden_size is None else size(hidden_size) - size(0),
     )
 
 

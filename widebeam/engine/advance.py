@@ -39,7 +39,7 @@ def advance(core: Core, wave: WaveData, trie: TrieLevel | None, shape: LevelShap
     else:
         found, lse_R = catalog_candidates(
             core.model, hidden_RH, cum_R, state.node_R[:R], first_row_B1, trie, shape.normalizer, shape.candidates,
-            wave.masks, None if wave.masks is None else wave.masks.mask_B1[request_R], noisy,
+            wave.masks, None if wave.masks is None else wave.masks.place_B1[request_R], noisy,
         )  # fmt: skip
     note_broken(state, request_R, cum_R > -torch.inf, lse_R)
     if groups is not None:
@@ -101,8 +101,8 @@ def _ends(wave: WaveData, trie: TrieLevel | None, ranked: Ranked) -> tuple[Tenso
     """Whether each candidate may end here and may go on, and why it would end."""
     if trie is not None:
         node_P, masks = ranked.node_P, wave.masks
-        mask_P = None if masks is None else masks.mask_B1[ranked.segment_P]
-        ends_P, goes_on_P = trie.is_terminal(node_P, masks, mask_P), trie.has_children(node_P, masks, mask_P)
+        place_P = None if masks is None else masks.place_B1[ranked.segment_P]
+        ends_P, goes_on_P = trie.is_terminal(node_P, masks, place_P), trie.has_children(node_P, masks, place_P)
         return ends_P, goes_on_P, torch.full_like(node_P, ITEM)
     if wave.stop_BV is None:
         stop_P = torch.zeros_like(ranked.real_P)

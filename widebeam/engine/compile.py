@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
-from widebeam.engine.shapes import COMMON_TOKENS, token_rungs
+from widebeam.engine.shapes import COMMON_TOKENS, REQUEST_RUNGS, token_rungs
 from widebeam.engine.state import PackedPrompts
 from widebeam.engine.step import forward_rows, prompt_body, prompt_last
 from widebeam.model.layers import Stream
@@ -79,7 +78,7 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
         last=compiler(kept_last),
         forward_rows=compiler(forward_rows),
         advance=compiler(advance),
-        graphed_tokens=set(token_rungs(COMMON_TOKENS)),
+        graphed={(requests, tokens) for requests in REQUEST_RUNGS for tokens in token_rungs(COMMON_TOKENS)},
     )
 
 
@@ -125,16 +124,8 @@ def _keep_in_place(core: Core) -> None:
     """Promise the compiler that what a level reads and writes never moves: graphs then use it where it is."""
     state = core.state
     own = [value for value in vars(state).values() if isinstance(value, Tensor)]
-    for buffer in [*own, *state.finished, *core.context.pools, *core.beams.pools]:
+    rooms = [*core.catalogs.nodes, core.masks.words, core.masks.before]
+    for buffer in [*own, *state.finished, *core.context.pools, *core.beams.pools, *rooms]:
         # of a pool of symbolic size torch 2.13 loses where a layer begins, and each symbolic size costs a look a call
         torch._dynamo.mark_static(buffer)
         torch._dynamo.mark_static_address(buffer, guard=False)
-
-
-def keep_trie_in_place(trie: DeviceTrie) -> None:
-    """The same for a catalog version's nodes and masks. Its heads and codebooks, which differ by level, are copied."""
-    for room in (trie.words_FW, trie.before_FW):
-        torch._dynamo.mark_static(room)
-    arrays = [*trie.nodes, trie.words_FW, trie.before_FW]
-    for array in [array for array in arrays if array is not None]:
-        torch._dynamo.mark_static_address(array, guard=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from widebeam.constraints.arena import CatalogArena, MaskPool
 from widebeam.engine.state import BeamState
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
@@ -25,8 +26,8 @@ class Programs:
     """`step.forward_rows`"""
     advance: Callable[..., None]
     """`advance.advance`"""
-    graphed_tokens: set[int] = field(default_factory=set)
-    """Rungs of prompt tokens that `body` and `last` are for. Prompts of another rung run as they are, by `step`."""
+    graphed: set[tuple[int, int]] = field(default_factory=set)
+    """Rungs of requests and of prompt tokens that `body` and `last` are for. Others run as they are, by `step`."""
 
 
 @dataclass
@@ -39,3 +40,5 @@ class Core:
     state: BeamState
     plans: Plans
     programs: Programs
+    catalogs: CatalogArena
+    masks: MaskPool

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from widebeam.config import EngineConfig, convert
-from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalog import Catalog, catalog_files
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.filter_spec import Filters
@@ -92,6 +92,7 @@ class Engine(Blocking):
         self._loop = asyncio.get_running_loop()
         self.died = asyncio.Event()
         try:
+            files = catalog_files(self.config.catalog)
             await asyncio.to_thread(POLICIES.discover)
             folder = await asyncio.to_thread(self._read_checkpoint)
             self._worker = Worker(
@@ -113,9 +114,9 @@ class Engine(Blocking):
             self._budgets = Budgets(self._limits.budgets)
             vocabulary = Vocabulary(self.tokenizer.token_id if self.tokenizer else None, vocab_size)
             deepest = min(self.config.max_levels, self.max_context_len - 1)
-            self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._put_on_device)
-            if self.config.catalog is not None:
-                await self.load_catalog(self.config.catalog, self.config.catalog_name)
+            self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._make_searchable)
+            for name, file in files.items():
+                await self.load_catalog(file, name)
             if self.config.watch_catalogs:
                 self.live.watch(self.config.watch_interval_s)
         except BaseException:
@@ -141,7 +142,11 @@ class Engine(Blocking):
         """Read a catalog file and offer it to requests. Raises CatalogError; see `live` for other ways to change."""
         return await self.live.load(path, name)
 
-    async def _put_on_device(self, catalog: Catalog) -> None:
+    async def _make_searchable(self, catalog: Catalog) -> None:
+        """Put a catalog version on the device while waves run; the GPU thread only finds room for it, and warms up
+        what is new about it. Raises CatalogError."""
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.reserve(catalog)))
+        await asyncio.to_thread(self._runtime.upload, catalog)
         await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.add_catalog(catalog)))
 
     def begin_drain(self) -> None:

@@ -1,8 +1,8 @@
 """How large the KV pools are, decided once, before the first request.
 
-On a GPU by measurement: weights are loaded, the longest prompt and the most rows run once eagerly for their peak, and
-the context pool takes what is left of the allowed share. On a CPU by the settings alone: memory is only touched when
-pages are used.
+On a GPU by measurement: weights are loaded, the rooms of catalogs and filters are taken, the longest prompt and the
+most rows run once eagerly for their peak, and the context pool takes what is left of the allowed share. On a CPU by the
+settings alone: memory is only touched when pages are used.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ def measured_sizes(
         short = (least.context_pages - pages) * page_bytes / 2**30
         raise ConfigError(
             f"{short:.1f} GiB of GPU memory are missing for a KV pool of {least.context_pages * config.page_size} "
-            f"tokens: raise --gpu-memory-utilization, or lower --max-context-len or --max-wave-tokens"
+            f"tokens: raise --gpu-memory-utilization, or lower --max-context-len, --max-wave-tokens or "
+            f"--catalog-memory-gib"
         )
     log.info(
-        "weights %.2f GiB, work space %.2f GiB, context KV %.2f GiB (%d tokens)",
+        "weights, catalogs and filters %.2f GiB, work space %.2f GiB, context KV %.2f GiB (%d tokens)",
         base / 2**30, peak / 2**30, pages * page_bytes / 2**30, pages * config.page_size,
     )  # fmt: skip
     return PoolSizes(pages, least.beam_slots)

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from widebeam.config import EngineConfig
+from widebeam.constraints.arena import CatalogArena, MaskPool
 from widebeam.constraints.catalog import Catalog
-from widebeam.constraints.trie import DeviceTrie
 from widebeam.engine import warmup
+from widebeam.engine.captures import Captures
 from widebeam.engine.compile import (
     EAGER,
-    Made,
-    captured_at_once,
     compiled_programs,
     graphed,
-    keep_trie_in_place,
-    made_so_far,
     tuned,
 )
 from widebeam.engine.core import Core
@@ -34,7 +27,7 @@ from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, requi
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import ALONE, Between, launch_wave
-from widebeam.engine.shapes import COMMON_TOKENS, GROUP_TOKENS, request_rung
+from widebeam.engine.shapes import GROUP_TOKENS, request_rung
 from widebeam.engine.startup import choose_device, choose_dtype, make_backend, spare_cublas_workspace
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
@@ -59,14 +52,8 @@ class Runtime:
             torch.cuda.set_device(self.device)
             spare_cublas_workspace()
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
-        self._made: Made | None = None
-        self._told = False
-        self._forms: set[Hashable] = set()
-        self.late_graphs = 0
-        """Graphs captured after warm-up, for sizes that it did not meet."""
         self._model_config = model_config
         self._max_context_len = max_context_len
-        self._tries: weakref.WeakKeyDictionary[Catalog, DeviceTrie] = weakref.WeakKeyDictionary()
         if config.max_wave_rows < config.max_beam_width:
             raise ConfigError(
                 f"--max-wave-rows {config.max_wave_rows} is less than --max-beam-width {config.max_beam_width}"
@@ -76,8 +63,7 @@ class Runtime:
         needed = weight_bytes(model_config, self.dtype, fp8=fp8)
         require_room_for_weights(needed, self.device, config.gpu_memory_utilization)
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
-        backend, self.fallbacks = make_backend(config, model_config, pages, self.dtype, self.device)
-        """Slower ways taken than this device has, each kind logged once."""
+        backend, self._fallbacks = make_backend(config, model_config, pages, self.dtype, self.device)
         self.info = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
@@ -86,10 +72,11 @@ class Runtime:
         }
         """What was chosen, in words."""
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
+        self._catalogs, self._masks = self._rooms()
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
         if self._compiles and not backend.replayable:
             log.warning("nothing is compiled or captured: the attention backend can do neither")
-            self._compiles, self.fallbacks = False, self.fallbacks + 1
+            self._compiles, self._fallbacks = False, self._fallbacks + 1
         self._plans = Plans(backend)
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
@@ -112,17 +99,30 @@ class Runtime:
         if self._compiles:
             self.core.programs = compiled_programs(self.core, tuned if config.warmup == "full" else graphed)
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
-        vocab_size = model_config.vocab_size
-        self._warm_up(warmup.waves(self.limits, config.max_beam_width, vocab_size, max_context_len, COMMON_TOKENS))
-        self._rarer = deque(warmup.large_prompts(self.limits, config.max_beam_width, vocab_size, max_context_len))
-        while config.warmup == "full" and self.capture_more():
-            pass
+        self._captures: Captures | None = None
+        if self._compiles:
+            self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
+            self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
+
+    def _rooms(self) -> tuple[CatalogArena, MaskPool]:
+        """Those of catalogs and masks: taken before the KV pools, which get what is left."""
+        config = self.config
+        try:
+            return (
+                CatalogArena(int(config.catalog_memory_gib * 2**30), self.device),
+                MaskPool(int(config.filter_memory_gib * 2**30), self.device),
+            )
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"the GPU has no room beside the weights for --catalog-memory-gib {config.catalog_memory_gib:g} and "
+                f"--filter-memory-gib {config.filter_memory_gib:g}: lower them"
+            ) from None
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
         context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device)
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
-        return Core(self._model, context, beams, self._state, self._plans, EAGER)
+        return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)
 
     @property
     def limits(self) -> WaveLimits:
@@ -136,79 +136,59 @@ class Runtime:
             tokens=config.max_wave_tokens,
             rows=config.max_wave_rows,
             context_pages=core.context.num_pages,
-            beam_slots=core.beams.num_slots,
+            beam_slots=core.beams.size,
+            mask_places=core.masks.size,
             page_size=config.page_size,
         )
 
-    def add_catalog(self, catalog: Catalog) -> None:
-        """Put a catalog version on the device, where it stays for as long as somebody holds the catalog."""
-        if catalog not in self._tries:
-            try:
-                trie = DeviceTrie(catalog, self._model.head_VH, self.config.max_wave_requests)
-            except torch.OutOfMemoryError:
-                raise OutOfMemory(f"the GPU has no room for catalog {catalog.name!r} beside what it holds") from None
-            if self._compiles:
-                keep_trie_in_place(trie)
-            self._tries[catalog] = trie
-            normalizers: tuple[Normalizer, ...] = ("level", "legal", "vocab")
-            used = normalizers if self.config.warmup == "full" else normalizers[:1]
-            limits, vocab_size = self.limits, self._model_config.vocab_size
-            self._warm_up(warmup.catalog_waves(limits, self.config.max_beam_width, vocab_size, catalog, used))
+    def reserve(self, catalog: Catalog) -> None:
+        """Find room for a catalog version. Raises CatalogError, naming the setting that is too small."""
+        self.core.masks.check_room(catalog)
+        try:
+            self.core.catalogs.reserve(catalog)
+        except torch.OutOfMemoryError:
+            raise OutOfMemory(f"the GPU has no room for the codebooks of catalog {catalog.name!r}") from None
 
-    def _warm_up(self, waves: Iterable[list[Search]]) -> None:
-        """Run these waves, so that what they need is compiled and captured; from then on, more is a fallback."""
-        if not self._compiles or self.config.warmup == "none":
+    def upload(self, catalog: Catalog) -> None:
+        """Bring it there while waves run, which takes a while. The one method for another thread than the GPU's."""
+        self.core.catalogs.upload(catalog)
+
+    def add_catalog(self, catalog: Catalog) -> None:
+        """Make a catalog version searchable, for as long as somebody holds the catalog.
+
+        What `reserve` and `upload` have not done yet is done now. Then waves over it warm up what no earlier version
+        or catalog has met, which is mostly nothing. Raises CatalogError and OutOfMemory.
+        """
+        self.reserve(catalog)
+        self.upload(catalog)
+        if self._captures is None:
             return
-        started, self._made = time.perf_counter(), None
-        planned = list(waves)
-        for searches in tqdm(
-            planned, desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
-        ):
-            forms = warmup.forms(Wave(searches, self.config.max_wave_rows))
-            jobs = [Job(search, time.monotonic(), None) for search in searches]
-            if not forms <= self._forms:
-                self._forms |= forms
-                self.run(jobs)
-            with captured_at_once():
-                self.run(jobs)
-        self._made = made_so_far(self.device)
-        log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
+        normalizers: tuple[Normalizer, ...] = ("level", "legal", "vocab")
+        used = normalizers if self.config.warmup == "full" else normalizers[:1]
+        limits, vocab_size = self.limits, self._model_config.vocab_size
+        waves = warmup.catalog_waves(limits, self.config.max_beam_width, vocab_size, catalog, used)
+        try:
+            self._captures.add(waves)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise OutOfMemory(f"the GPU has no room for the graphs of catalog {catalog.name!r}") from None
 
     def capture_more(self) -> bool:
-        """Capture prompts of one more size, if there is one left, for up to half a second: for when nobody waits.
+        """For when nobody waits: see Captures.capture_more."""
+        return self._captures is not None and self._captures.capture_more()
 
-        There are too many sizes over COMMON_TOKENS for a quick start. Until then they are launched kernel by kernel.
-        """
-        if self._made is None or not self._rarer:
-            return False
-        (tokens, searches), self._made = self._rarer.popleft(), None
-        sizes = self.core.programs.graphed_tokens
-        sizes.add(tokens)
-        try:
-            with captured_at_once():
-                self.run([Job(search, time.monotonic(), None) for search in searches])
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:  # out of memory, above all
-            log.warning("prompts of %d tokens and more stay without graphs: %s", tokens, error)
-            sizes.discard(tokens)
-            self._rarer.clear()
-        self._made = made_so_far(self.device)
-        return True
+    @property
+    def fallbacks(self) -> int:
+        """Slower ways taken than this device has, each kind logged once."""
+        return self._fallbacks + (self._captures.fallbacks if self._captures else 0)
 
-    def _note_what_was_made(self) -> None:
-        """Count graphs that were compiled or captured although warm-up was over, and log the first of the former.
+    @property
+    def late_graphs(self) -> int:
+        """Graphs captured after warm-up, for sizes that it did not meet."""
+        return self._captures.late_graphs if self._captures else 0
 
-        Compiling takes seconds and is a fallback; capturing takes about as long as the wave, once for its sizes.
-        """
-        if self._made is None or (made := made_so_far(self.device)) == self._made:
-            return
-        self.late_graphs += made.captured - self._made.captured
-        fallbacks = made.compiled + made.skipped - self._made.compiled - self._made.skipped
-        if fallbacks and not self._told:
-            log.warning("a wave had a form that warm-up did not meet, which costs seconds once: %s", made)
-            self._told = True
-        self.fallbacks, self._made = self.fallbacks + fallbacks, made
+    def _run_searches(self, searches: list[Search]) -> list[Outcome]:
+        return self.run([Job(search, time.monotonic(), None) for search in searches])
 
     def launch(self, jobs: list[Job], stopping: Callable[[], bool] = lambda: False, between: Between = ALONE) -> Flight:
         """Start one wave, without waiting for it.
@@ -224,11 +204,12 @@ class Runtime:
 
         try:
             self._acquire(self.core, wave)
-            trie = self._tries[wave.catalog] if wave.catalog is not None else None
+            trie = self.core.catalogs.trie(wave.catalog) if wave.catalog is not None else None
             launched = launch_wave(self.core, wave, trie, between._replace(wanted=wanted))
         finally:
             self._release(self.core, wave)
-        self._note_what_was_made()
+        if self._captures:
+            self._captures.note()
         return Flight(jobs, launched, started, stopping)
 
     def run(self, jobs: list[Job]) -> list[Outcome]:
@@ -236,12 +217,14 @@ class Runtime:
         return self.launch(jobs).outcomes()
 
     def check_integrity(self) -> None:
-        """No page or slot may be held between waves. Raises RuntimeError."""
-        self.core.context.check_integrity()
-        self.core.beams.check_integrity()
-        if self.core.context.pages_used or self.core.beams.slots_used:
+        """No page, slot or place of a mask may be held between waves. Raises RuntimeError."""
+        core = self.core
+        for pool in (core.context, core.beams, core.catalogs, core.masks):
+            pool.check_integrity()
+        if core.context.pages_used or core.beams.used or core.masks.used:
             raise RuntimeError(
-                f"{self.core.context.pages_used} pages and {self.core.beams.slots_used} beam slots are held when idle"
+                f"{core.context.pages_used} pages, {core.beams.used} beam slots and {core.masks.used} places of masks "
+                f"are held when idle"
             )
 
     @staticmethod
@@ -250,8 +233,9 @@ class Runtime:
         for search in wave.searches:
             search.lease = core.context.acquire(search.num_tokens)
         wave.beam_lease = core.beams.acquire(wave.beam_slots)
-        if wave.beam_lease is None or any(search.lease is None for search in wave.searches):
-            raise RuntimeError("the scheduler formed a wave that the KV pools cannot hold")
+        wave.mask_lease = core.masks.acquire(wave.mask_places)
+        if None in (wave.beam_lease, wave.mask_lease) or any(search.lease is None for search in wave.searches):
+            raise RuntimeError("the scheduler formed a wave that the pools cannot hold")
 
     @staticmethod
     def _release(core: Core, wave: Wave) -> None:
@@ -262,6 +246,9 @@ class Runtime:
         if wave.beam_lease is not None:
             core.beams.release(wave.beam_lease)
             wave.beam_lease = None
+        if wave.mask_lease is not None:
+            core.masks.release(wave.mask_lease)
+            wave.mask_lease = None
 
     def _run_largest_waves(self, sizes: PoolSizes) -> None:
         """The most tokens that run together, and the most rows that one wave can have, on pools made for this alone."""

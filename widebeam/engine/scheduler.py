@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
+from widebeam.constraints.filters import ItemMask
 from widebeam.engine.request import SearchResult
 from widebeam.engine.shapes import rung
 from widebeam.engine.stats import Distributions
@@ -24,7 +25,7 @@ they run, get a bounded share of a device that is busy with short ones."""
 CLEAN_WAVES, RECOVERY_STEPS = 64, 8
 """A limit of rows that was lowered for want of memory rises by a step after so many waves, back to the setting."""
 
-CLOSED_BY = ("empty", "requests", "tokens", "rows", "pages", "slots", "levels", "kind")
+CLOSED_BY = ("empty", "requests", "tokens", "rows", "pages", "slots", "masks", "levels", "kind")
 """What may keep the next job in turn out of a wave: that there is none, a limit, or that it is of another rung of
 levels, or of another kind (catalog version, normaliser, drawn or not)."""
 
@@ -89,6 +90,7 @@ class WaveLimits:
     rows: int
     context_pages: int
     beam_slots: int
+    mask_places: int
     page_size: int
 
     def pages_for(self, num_tokens: int) -> int:
@@ -107,6 +109,12 @@ class Load:
     levels: int = 1
     pages: int = 0
     slots: int = 0
+    masks: frozenset[ItemMask] = frozenset()
+    """Distinct ones: requests of equal filters mostly share one."""
+
+    @property
+    def mask_places(self) -> int:
+        return sum(mask.places for mask in self.masks)
 
     @staticmethod
     def of(searches: Iterable[Search], limits: WaveLimits) -> Load:
@@ -127,6 +135,7 @@ class Load:
             levels,
             self.pages + limits.pages_for(search.num_tokens),
             rung(beam_rows, limits.rows) * (levels - 1),
+            self.masks if search.mask is None else self.masks | {search.mask},
         )
 
     def over(self, limits: WaveLimits) -> str | None:
@@ -137,6 +146,7 @@ class Load:
             ("rows", self.rows, limits.rows),
             ("pages", self.pages, limits.context_pages),
             ("slots", self.slots, limits.beam_slots),
+            ("masks", self.mask_places, limits.mask_places),
         )
         return next((name for name, amount, limit in limited if amount > limit), None)
 
@@ -145,7 +155,11 @@ class Load:
 
     def held_by(self, limits: WaveLimits) -> bool:
         """Whether the pools have room for it, whatever else is over."""
-        return self.pages <= limits.context_pages and self.slots <= limits.beam_slots
+        return (
+            self.pages <= limits.context_pages
+            and self.slots <= limits.beam_slots
+            and self.mask_places <= limits.mask_places
+        )
 
 
 class Scheduler:
@@ -204,6 +218,7 @@ class Scheduler:
             left = {
                 "context_pages": limits.context_pages - beside.pages,
                 "beam_slots": limits.beam_slots - beside.slots,
+                "mask_places": limits.mask_places - beside.mask_places,
             }
             limits = replace(limits, **left)
             in_turn = [job for job in in_turn if job.levels == LEVEL_RUNGS[0] and self.load([job]).held_by(limits)]

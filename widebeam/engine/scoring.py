@@ -84,30 +84,31 @@ def catalog_candidates(
     normalizer: Normalizer,
     num_slots: int,
     masks: Masks | None = None,
-    mask_R: Tensor | None = None,
+    place_R: Tensor | None = None,
     noisy: NoisyRows | None = None,
 ) -> tuple[Candidates, Tensor]:
     """Only children of a row's catalog node may follow: M = `num_slots` candidates, and the rows' log-sum-exp [R].
 
     With masks, only children that lead to an allowed item; that changes the score of none.
 
-    Logits come from the head sliced to the level's codebook; only the `vocab` normaliser reads the whole head.
+    Logits come from the head's rows for the level's codebook; only the `vocab` normaliser reads the whole head. Codes
+    that fill the codebook up are legal nowhere and count in no normaliser.
     """
-    logits_RC = model.logits(hidden_RH, trie.head)
+    logits_RC = model.logits(hidden_RH, model.head_VH[trie.codebook_C])
     row_M, node_M, real_M, end_R = trie.expand(node_R, cum_R > -torch.inf, num_slots)
-    code_M = trie.code[node_M].long()
+    code_M = trie.code(node_M)
     if normalizer == "level":
-        lse_R = logits_RC.logsumexp(-1)
+        lse_R = _log_sum_exp(logits_RC.masked_fill(trie.padding_C(), -torch.inf))
     elif normalizer == "legal":
         lse_R = _legal_lse(logits_RC, row_M, code_M, real_M)
     else:
         _, lse_R = column_best(model.logits(hidden_RH), COLUMN)
-    if masks is not None and mask_R is not None:
-        real_M = real_M & trie.allows(masks, mask_R[row_M], node_M)
+    if masks is not None and place_R is not None:
+        real_M = real_M & trie.allows(masks, place_R[row_M], node_M)
     logprob_M = logits_RC[row_M, code_M] - lse_R[row_M]
     score_M = torch.where(real_M, numbers(cum_R[row_M] + logprob_M), -torch.inf)
     start_B1 = F.pad(end_R, (1, 0))[first_row_B1]
-    found = Candidates(start_B1, score_M, logprob_M, row_M, trie.codebook[code_M], node_M)
+    found = Candidates(start_B1, score_M, logprob_M, row_M, trie.codebook_C[code_M], node_M)
     if noisy is not None:
         legal_R = _legal_lse(logits_RC, row_M, code_M, real_M)
         share_M = noisy.share_R[row_M] + (logits_RC[row_M, code_M] - legal_R[row_M])
@@ -131,4 +132,11 @@ def _legal_lse(logits_RC: Tensor, row_M: Tensor, code_M: Tensor, real_M: Tensor)
     R, C = logits_RC.shape
     position_M = torch.where(real_M, row_M * C + code_M, R * C)
     legal = torch.zeros(R * C + 1, dtype=torch.bool, device=logits_RC.device).scatter_(0, position_M, real_M)
-    return logits_RC.masked_fill(~legal[: R * C].view(R, C), -torch.inf).logsumexp(-1)
+    return _log_sum_exp(logits_RC.masked_fill(~legal[: R * C].view(R, C), -torch.inf))
+
+
+def _log_sum_exp(logits_RC: Tensor) -> Tensor:
+    """Float32, summed in float64: so the order of the sum does not show, and how much a codebook is padded neither."""
+    most_R1 = logits_RC.amax(-1, keepdim=True)
+    sum_R = (logits_RC - most_R1).exp().double().sum(-1)
+    return (most_R1[:, 0].double() + sum_R.log()).float()

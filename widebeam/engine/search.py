@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from widebeam.constraints.trie import DeviceTrie
+from widebeam.constraints.arena import DeviceTrie, MaskPool
+from widebeam.constraints.trie import Masks
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
 from widebeam.engine.pruning import Pruning
@@ -52,7 +53,7 @@ def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, between: Betwee
     clock = Clock(device)
     clock.mark()
     launch_prompts(core, wave)  # first, so that the device is busy while the rest is prepared
-    data = wave_data(wave, core.model.config.vocab_size, device, trie)
+    data = wave_data(wave, core.model.config.vocab_size, device, core.masks)
     trace = Trace(core, wave, data) if wave.top_logprobs or wave.return_beam_details else None
     select = selection(core, wave, data, trie, trace)
     select(0)
@@ -118,7 +119,7 @@ def launch_prompts(core: Core, wave: Wave) -> None:
     for first, searches in prompt_groups(wave.searches):
         prompts = PackedPrompts(**to_device(prompt_arrays(core, wave, first, searches), device))
         rows, lengths = len(prompts.tokens_T), [search.num_tokens for search in searches]
-        graphed = rows in programs.graphed_tokens
+        graphed = (wave.requests, rows) in programs.graphed
         body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
         plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
         plan.plan(lengths, rows)
@@ -145,7 +146,7 @@ def prompt_arrays(core: Core, wave: Wave, first: int, searches: list[Search]) ->
     slots = [core.context.slots(search.lease) for search in searches if search.lease]
     lengths = [search.num_tokens for search in searches]
     total, absent = sum(lengths), [0] * (wave.requests - len(searches))
-    rows = token_rung(total) if token_rung(total) in core.programs.graphed_tokens else total
+    rows = token_rung(total) if (wave.requests, token_rung(total)) in core.programs.graphed else total
 
     def packed(parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([*parts, np.zeros(rows - total, dtype=np.int64)], dtype=np.int64)
@@ -169,13 +170,16 @@ def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
     return {"stop_B": request, "stop_token": token}
 
 
-def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTrie | None = None) -> WaveData:
-    """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them."""
+def wave_data(wave: Wave, vocab_size: int, device: torch.device, pool: MaskPool) -> WaveData:
+    """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them, and masks
+    go to their places in the pool."""
     arrays = wave.arrays()
     special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
     masks, (pruning, caps, noise) = wave.mask_arrays(), wave.policy_arrays()
     others = stop_arrays(wave) | {"special_S": np.array(special, dtype=np.int64)} | masks | pruning | caps | noise
     staged = to_device(arrays | others, device)
+    if masks and wave.mask_lease is not None:
+        pool.put(wave.masks, wave.mask_lease.base)
     stop_BV = None
     if wave.has_stops:
         stop_BV = torch.zeros(wave.requests + 1, vocab_size, dtype=torch.bool, device=device)
@@ -186,7 +190,7 @@ def wave_data(wave: Wave, vocab_size: int, device: torch.device, trie: DeviceTri
         pruning=Pruning(**{name: staged[name] for name in pruning}) if pruning else None,
         cap_B1=staged.get("cap_B1"),
         noise=Noise(**{name: staged[name] for name in noise}) if noise else None,
-        masks=trie.masks(*(staged[name] for name in masks)) if trie is not None and masks else None,
+        masks=Masks(staged["place_B1"], pool.words, pool.before) if masks else None,
         **{name: staged[name] for name in arrays},
     )
 

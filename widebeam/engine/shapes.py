@@ -39,6 +39,8 @@ class LevelShape(NamedTuple):
     """With a catalog, slots for the children of all rows; without one, columns of the vocabulary that are looked at."""
     ranked: int
     """P, candidates that are put in order: the best of each request that can matter."""
+    codes: int
+    """C, codes of the level's codebook, padded; 0 without a catalog."""
     normalizer: Normalizer
     finishing: bool
     """Some sequence may end at this level."""
@@ -62,6 +64,11 @@ def rung(size: int, limit: int | None = None) -> int:
 def candidate_rung(size: int) -> int:
     """The next power of two: catalogs differ, and slots that hold nothing cost little."""
     return 1 << (max(size, LEAST_ROWS) - 1).bit_length()
+
+
+def code_rung(codes: int) -> int:
+    """The next multiple of 256: a catalog may get a few more codes, and the usual sizes are such multiples."""
+    return -(-codes // 256) * 256
 
 
 def token_rung(tokens: int) -> int:

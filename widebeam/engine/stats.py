@@ -163,7 +163,7 @@ def engine_stats(
         beam_slots_in_use=sum(load.slots for load in on_device),
         context_pages=context.num_pages,
         context_pages_high_water=context.high_water,
-        beam_slots=beams.num_slots,
+        beam_slots=beams.size,
         beam_slots_high_water=beams.high_water,
         distributions=scheduler.distributions.copy(),
     )

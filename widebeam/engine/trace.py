@@ -35,13 +35,16 @@ class Trace:
         """Hidden states lie ready: note each row's most probable tokens, over what its scores are normalised over."""
         if not self._wave.top_logprobs:
             return
-        head = trie if trie is not None and self._wave.normalizer == "level" else None
+        book = None
+        if trie is not None and self._wave.catalog is not None and self._wave.normalizer == "level":
+            book = trie.codebook_C[: len(self._wave.catalog.level_token_ids[level])]
+        head_VH = None if book is None else self._core.model.head_VH[book]
         rows = self._wave.requests if level == 0 else self._wave.decoded(level)
         parts = []
         for hidden_RH in self._core.state.hidden_RH[:rows].split(ROWS_AT_ONCE):
-            logits_RV = self._core.model.logits(hidden_RH, None if head is None else head.head)
+            logits_RV = self._core.model.logits(hidden_RH, head_VH)
             best_RK, token_RK = logits_RV.topk(min(self._wave.top_logprobs, logits_RV.shape[1]))
-            token_RK = token_RK if head is None else head.codebook[token_RK]
+            token_RK = token_RK if book is None else book[token_RK]
             parts.append((best_RK - logits_RV.logsumexp(-1, keepdim=True), token_RK.int()))
         self._likely.append(tuple(map(torch.cat, zip(*parts, strict=True))))  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ form. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -52,13 +52,15 @@ def forms(wave: Wave) -> set[Hashable]:
     """What is compiled for a wave: all that makes one form of `advance` another, level by level. A wave of known forms
     needs only graphs for its sizes."""
     masked = any(search.mask is not None for search in wave.searches)
-    name = None if wave.catalog is None else (wave.catalog.name, wave.catalog.version)
-    return {(name, masked, shape.normalizer, shape.finishing, shape.stops, shape.rows_out > 0) for shape in wave.shapes}
+    return {
+        (wave.catalog is None, masked, shape.normalizer, shape.finishing, shape.stops, shape.rows_out > 0)
+        for shape in wave.shapes
+    }
 
 
-def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int, tokens: int) -> Iterator[list[Search]]:
+def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Iterator[list[Search]]:
     """Waves over any token, which meet every rung of rows with and without stop tokens, and where some searches end
-    before others; between them every rung of prompt tokens up to `tokens`; contexts that are cut; and greedy text."""
+    before others; between them every rung of prompt tokens up to COMMON_TOKENS; contexts that are cut; greedy text."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
     rows = row_sizes(limits, widest, LEVELS)
     if not rows:
@@ -66,12 +68,12 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int, tokens
 
     def candidates() -> Iterator[list[Search]]:
         shared = min(limits.tokens, min(limits.requests, limits.rows) * longest)
-        totals = token_rungs(min(tokens, shared))
+        totals = token_rungs(min(COMMON_TOKENS, shared))
         for place in range(max(len(rows), len(totals))):
             size, total = rows[min(place, len(rows) - 1)], totals[min(place, len(totals) - 1)]
             searches = wave(size, widest, total, vocab_size, longest=longest)
             yield searches if may_run(searches, limits) else wave(size, widest, 1, vocab_size)
-        for total in token_rungs(min(tokens, longest)):
+        for total in token_rungs(min(COMMON_TOKENS, longest)):
             if total > shared:
                 yield wave(1, 1, total, vocab_size)
         for size in rows:
@@ -117,6 +119,15 @@ def catalog_waves(
     if may_run(one, limits):
         mask = ItemMask.everything(catalog.num_items)
         yield [replace(narrowed(search, mask), normalizer=normalizers[0]) for search in one]
+
+
+def unmet(waves: Iterable[list[Search]], met: set[Hashable], limits: WaveLimits) -> Iterator[list[Search]]:
+    """Those waves of which a level runs a graph that is not met yet; from then on it is."""
+    for searches in waves:
+        graphs = Wave(searches, limits.rows).graphs
+        if not graphs <= met:
+            met |= graphs
+            yield searches
 
 
 def wave(

@@ -7,6 +7,7 @@ Letters: B requests, T packed prompt tokens, L levels, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,21 @@ import numpy as np
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import Normalizer, Sampling
-from widebeam.engine.shapes import LevelShape, candidate_rung, context_splits, depth_rung, request_rung, rung
+from widebeam.engine.shapes import (
+    LevelShape,
+    candidate_rung,
+    code_rung,
+    context_splits,
+    depth_rung,
+    request_rung,
+    rung,
+)
 from widebeam.policies import LevelPlan
 
 if TYPE_CHECKING:
     from widebeam.constraints.filters import ItemMask
-    from widebeam.kv.beam import BeamLease
     from widebeam.kv.context import ContextLease
+    from widebeam.ranges import RangeLease
 
 ALL_CANDIDATES = 1 << 32
 """A join factor that no candidate list reaches."""
@@ -132,7 +141,10 @@ class Wave:
         self.noisy = any(search.plan.noise for search in searches if search.plan)
         self.top_logprobs = max(search.top_logprobs for search in searches)
         self.return_beam_details = any(search.return_beam_details for search in searches)
-        self.beam_lease: BeamLease | None = None
+        self.masks = list(dict.fromkeys(search.mask for search in searches if search.mask is not None))
+        """The distinct ones of its searches."""
+        self.beam_lease: RangeLease | None = None
+        self.mask_lease: RangeLease | None = None
         self.shapes = [self._shape(level) for level in range(self.num_levels)]
         self.stride = max((0, *(self.decoded(level) for level in range(1, self.num_levels))))
 
@@ -161,19 +173,34 @@ class Wave:
             }
         return pruning, caps, noise
 
+    @property
+    def mask_places(self) -> int:
+        """Places that the masks take in their pool."""
+        return sum(mask.places for mask in self.masks)
+
     def mask_arrays(self) -> dict[str, np.ndarray]:
-        """Which of the wave's distinct masks each request has, and these masks; empty if all allow all items."""
-        distinct = {id(search.mask): search.mask for search in self.searches if search.mask is not None}
-        if not distinct:
+        """Where each request's mask begins, by the name in `trie.Masks`; empty if all allow all items."""
+        if not self.masks:
             return {}
-        number = {key: place for place, key in enumerate(distinct)}
-        mask_B1 = np.full(self.requests + 1, -1, dtype=np.int64)
-        mask_B1[: len(self.searches)] = [number.get(id(search.mask), -1) for search in self.searches]
-        return {
-            "mask_B1": mask_B1,
-            "words_FW": np.stack([mask.words.view(np.int64) for mask in distinct.values()]),
-            "before_FW": np.stack([mask.before for mask in distinct.values()]),
+        place = self.mask_lease.base if self.mask_lease else 0
+        begins: dict[ItemMask | None, int] = {}
+        for mask in self.masks:
+            begins[mask] = place
+            place += mask.places
+        place_B1 = np.full(self.requests + 1, -1, dtype=np.int64)
+        place_B1[: len(self.searches)] = [begins.get(search.mask, -1) for search in self.searches]
+        return {"place_B1": place_B1}
+
+    @property
+    def graphs(self) -> set[Hashable]:
+        """What its levels run, each as all that its compiled form and its captured graph depend on: sizes, and choices
+        that are no data. Rarer choices of `advance` (policies, suppressed tokens) are left out."""
+        depth, masked = depth_rung(self.num_levels), bool(self.masks)
+        forward: set[Hashable] = {
+            ("rows", self.requests, self.decoded(level), self.splits(level), self.shapes[level].depth)
+            for level in range(1, self.num_levels)
         }
+        return forward | {("advance", shape, depth, masked) for shape in self.shapes}
 
     def rows(self, level: int) -> list[int]:
         """Live rows of each request after `level`: those that go on to the next one."""
@@ -200,6 +227,7 @@ class Wave:
             depth=depth_rung(level),
             candidates=candidates,
             ranked=ranked,
+            codes=code_rung(len(catalog.level_token_ids[level])) if catalog is not None else 0,
             normalizer=self.normalizer,
             finishing=ending or self.has_stops or (catalog is not None and catalog.index.mixed_depth),
             stops=self.has_stops,

@@ -1,0 +1,125 @@
+"""What is compiled and captured before anybody needs it: at start, for a new catalog, and while nobody waits."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from widebeam.engine import warmup
+from widebeam.engine.compile import Made, captured_at_once, made_so_far
+from widebeam.engine.core import Core
+from widebeam.engine.scheduler import WaveLimits
+from widebeam.engine.shapes import GROUP_TOKENS, request_rung, token_rungs
+from widebeam.engine.wave import Search, Wave
+
+log = logging.getLogger(__name__)
+
+
+class Captures:
+    """Runs waves of made-up prompts, so that later ones find what they need, and counts what was made later than that.
+
+    Only where functions are compiled; `core` is that with its final pools.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        limits: WaveLimits,
+        mode: Literal["fast", "full", "none"],
+        run: Callable[[list[Search]], object],
+    ) -> None:
+        """`run` runs one wave and waits for it."""
+        self._core, self._limits, self._mode, self._run = core, limits, mode, run
+        self._device = core.state.level.device
+        self._made: Made | None = None
+        """As of the end of the last warm-up; None in the middle of one, and where there is none."""
+        self._forms: set[Hashable] = set()
+        self._met: set[Hashable] = set()
+        self._larger: deque[tuple[int, list[Search]]] = deque()
+        self._told = False
+        self.fallbacks = 0
+        """Forms compiled, and sizes that could not be captured, after warm-up."""
+        self.late_graphs = 0
+        """Graphs captured after warm-up, for sizes that it did not meet."""
+
+    def start(self, widest: int, vocab_size: int, longest: int) -> None:
+        """The first warm-up, over any token. Larger prompts follow while nobody waits, or now if all is to be met."""
+        graphed = self._core.programs.graphed
+        if self._mode == "none":
+            graphed |= {(requests, tokens) for requests, _ in graphed for tokens in token_rungs(GROUP_TOKENS)}
+            return
+        self._meet_all(list(warmup.waves(self._limits, widest, vocab_size, longest)))
+        self._larger.extend(warmup.large_prompts(self._limits, widest, vocab_size, longest))
+        while self._mode == "full" and self.capture_more():
+            pass
+
+    def add(self, waves: Iterable[list[Search]]) -> None:
+        """Of waves over a catalog, run those of which a level needs what none of an earlier one has met."""
+        if self._mode != "none" and (planned := list(warmup.unmet(waves, self._met, self._limits))):
+            self._meet_all(planned)
+
+    def _meet_all(self, planned: list[list[Search]]) -> None:
+        started, before, self._made = time.perf_counter(), self._made, None
+        try:
+            for searches in tqdm(
+                planned, desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
+            ):
+                self._meet(searches)
+        except BaseException:
+            self._made = before and made_so_far(self._device)
+            raise
+        self._made = made_so_far(self._device)
+        log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
+
+    def _meet(self, searches: list[Search]) -> None:
+        """Run a wave until its graphs are captured."""
+        forms = warmup.forms(Wave(searches, self._limits.rows))
+        if not forms <= self._forms:
+            self._run(searches)
+            self._forms |= forms
+        with captured_at_once():
+            self._run(searches)
+
+    def capture_more(self) -> bool:
+        """Capture prompts of one more size, if there is one left, for up to half a second: for when nobody waits.
+
+        There are too many sizes over COMMON_TOKENS for a quick start. Until then they are launched kernel by kernel.
+        """
+        if not self._larger:
+            return False
+        (tokens, searches), self._made = self._larger.popleft(), None
+        size = (request_rung(len(searches)), tokens)
+        self._core.programs.graphed.add(size)
+        try:
+            with captured_at_once():
+                self._run(searches)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # out of memory, above all
+            log.warning("prompts of %d tokens and more stay without graphs: %s", tokens, error)
+            self._core.programs.graphed.discard(size)
+            self._larger.clear()
+        finally:
+            self._made = made_so_far(self._device)
+        return True
+
+    def note(self) -> None:
+        """Behind a wave: count what it needed and warm-up did not meet, and log the first that was compiled.
+
+        Compiling takes seconds and is a fallback; capturing takes about as long as the wave, once for its sizes.
+        """
+        if self._made is None or (made := made_so_far(self._device)) == self._made:
+            return
+        self.late_graphs += made.captured - self._made.captured
+        fallbacks = made.compiled + made.skipped - self._made.compiled - self._made.skipped
+        if fallbacks and not self._told:
+            log.warning("a wave had a form that warm-up did not meet, which costs seconds once: %s", made)
+            self._told = True
+        self.fallbacks, self._made = self.fallbacks + fallbacks, made
