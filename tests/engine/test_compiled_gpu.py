@@ -154,9 +154,10 @@ def test_an_update_compiles_and_captures_nothing(large_heads: tuple[Path, Catalo
 def test_uploads_fill_their_places() -> None:
     """Several pieces and versions, on a thread of their own, each readable once it is there."""
     device = torch.device("cuda", 0)
-    arena = CatalogArena(NODE_BYTES * (3 * PIECE), device)
-    codes = np.random.default_rng(0).integers(0, 200, (PIECE, 3)).astype(np.int32)
-    index, _ = CatalogIndex.build(codes[: PIECE // 2])
+    arena = CatalogArena(NODE_BYTES * 4 * PIECE, device)
+    codes = np.random.default_rng(0).integers(0, 200, (2 * PIECE, 3)).astype(np.int32)
+    index, _ = CatalogIndex.build(codes)
+    assert index.num_nodes > PIECE
     versions: list[Any] = [Version(index) for _ in range(2)]
     for version in versions:
         arena.reserve(version)
