@@ -418,7 +418,7 @@ def test_the_client_changes_catalogs(subject: Subject, root: Path) -> None:
 
 
 def test_a_version_that_nobody_searches_is_let_go_by_the_device(subject: Subject) -> None:
-    """It lies there for as long as the catalog object that was searched is held; the last wave holds its own."""
+    """It lies there for as long as the catalog object that was searched is held, which no answered search does."""
     searched = weakref.ref(subject.service.engine.catalogs.get(subject.name))
     with ThreadPoolExecutor() as pool:
         with subject.service.held():
@@ -428,7 +428,6 @@ def test_a_version_that_nobody_searches_is_let_go_by_the_device(subject: Subject
             wait_until(lambda: subject.service.engine.live._waiting[subject.name] == 1)
             assert searched() is not None
         assert search.result()[0] == 1 and change.result().json["earlier"] == [1]
-    assert subject.everything()[0] == 2
     wait_until(lambda: searched() is None)
     assert subject.roll_back(1).json["version"] == 1 and subject.everything() == (1, subject.rows)
 
