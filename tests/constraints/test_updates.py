@@ -46,10 +46,11 @@ def spelled(form: str, sid: Sequence[int]) -> list[int | str]:
 def header(form: str, order: str | None, declared: bool) -> Row:
     """`order` begins with - to descend."""
     size = {"codes": CODES} if declared else {}
-    levels = [{"first_token_id": 20 * level, **size} for level in range(3)]
+    tokens = [{"token": token} if form == "tokens" else {} for token in ("t{code}", "t2{code}", "t4{code}")]
+    levels = [(tokens[level] or {"first_token_id": 20 * level}) | size for level in range(3)]
     return {
         "sid": form,
-        **({"levels": levels} if form == "codes" else {}),
+        **({"levels": levels} if declared or form == "codes" else {}),
         **({"order": {"column": order.removeprefix("-"), "descending": order[0] == "-"}} if order else {}),
         "filters": {"dear": [{"column": "price", "op": ">=", "value": 4}]},
     }
@@ -102,7 +103,7 @@ def applied(rows: list[Row], upsert: Sequence[Row], remove: Sequence[int | str])
 def histories(draw: st.DrawFn) -> tuple[list[Row], list[tuple[list[Row], list[int | str]]], str, Row]:
     """Rows of a file, batches for them, the file's ending and its header."""
     form = draw(st.sampled_from(["codes", "token_ids", "tokens"]))
-    declared = draw(st.booleans()) and form == "codes"
+    declared = draw(st.booleans())
     key = draw(st.sampled_from([int, "item-{}".format]))
     lengths = draw(st.sampled_from([(3,), (1, 2, 3)]))
     few = st.none() | st.integers(0, 5)
@@ -117,6 +118,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Row], list[tuple[list[Row], list[in
     numbers = st.lists(st.integers(0, 20), unique=True, max_size=8)
     full = {"price": 1, "title": "a", "tags": ["x"]}  # so that a JSON column has a type, and lengths are known
     rows = [{"item_id": key(100 + n), "sid": spelled(form, (0, 1, 2)[:n]), **full} for n in lengths]
+    rows += [{"item_id": key(200 + code), "sid": spelled(form, [code] * 3), **full} for code in range(CODES)]
     rows += [row(number) for number in draw(numbers)]
     there = {one["item_id"] for one in rows[len(lengths) :]}
     batches = []
@@ -142,11 +144,13 @@ def test_a_catalog_after_updates_is_the_one_loaded_from_the_same_rows(
     rows, batches, suffix, head = history
     folder = tmp_path_factory.mktemp("updates")
     write_header(folder, head)
-    catalog = load(folder, rows, suffix)
+    loaded = catalog = load(folder, rows, suffix)
     for upsert, remove in batches:
         rows = applied(rows, upsert, remove)
-        before, catalog = catalog, updated(catalog, upsert, remove, VOCABULARY)
-        assert catalog.version == before.version and catalog.sid_form == head["sid"]
+        catalog = updated(catalog, upsert, remove, VOCABULARY)
+        assert catalog.version == loaded.version and catalog.sid_form == head["sid"]
+        for found, wanted in zip(catalog.level_token_ids, loaded.level_token_ids, strict=True):
+            assert found.tolist() == wanted.tolist()
         check_equal(catalog, load(folder, rows, suffix), [row["item_id"] for row in rows])
 
 
@@ -242,33 +246,37 @@ def test_ids_are_of_the_kind_that_the_catalog_has(typed: Catalog) -> None:
         assert caught.value.param == "upsert[0].item_id"
 
 
-def test_tokens_come_into_a_codebook_unless_it_is_declared(tmp_path: Path) -> None:
-    row = {"item_id": 1, "sid": [1, 2, 3], "price": 1, "title": "a", "tags": []}
-    for declared in (False, True):
-        write_header(tmp_path, header("codes", None, declared))
-        catalog = load(tmp_path, [row], ".jsonl")
-        sizes = [tokens.size for tokens in catalog.level_token_ids]
-        assert sizes == ([CODES] * 3 if declared else [1] * 3)
-        new = {"item_id": 2, "sid": [1, 4, 0]}
-        changed = updated(catalog, [new], [1], VOCABULARY)
-        assert [tokens.size for tokens in changed.level_token_ids] == (sizes if declared else [1, 2, 2])
-        assert changed.level_token_ids[1].tolist()[-1] == 24 and changed.sid(0) == [1, 4, 0]
-        for code, words in (
-            (7, "outside the declared"),
-            (90, "outside the"),
-            (-1, "outside the" if declared else "neg"),
-        ):
-            if code == 7 and not declared:
-                continue
-            with pytest.raises(InvalidRequest, match=words) as caught:
-                updated(catalog, [new | {"sid": [1, 4, code]}], [], VOCABULARY)
-            assert (caught.value.code, caught.value.param) == ("invalid_item", "upsert[0].sid")
+@pytest.mark.parametrize("form", ["codes", "token_ids", "tokens"])
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_codebook_is_the_one_that_the_catalog_began_with(tmp_path: Path, form: str, declared: bool) -> None:
+    write_header(tmp_path, header(form, None, declared))
+    rows = [
+        {"item_id": i, "sid": spelled(form, (0, code, 2)), "price": 1, "title": "a"} for i, code in enumerate((1, 3))
+    ]
+    catalog = load(tmp_path, rows, ".jsonl")
+    shown = {"codes": "code {}", "token_ids": "token id {}", "tokens": "token 't{}'"}[form]
+    book = rf"the declared codebook of {CODES} codes$"
+    if not declared:
+        book = (
+            "the codebook of 2 codes, .* load a whole file, .* or declare the level's `codes` in the catalog's header$"
+        )
+    for code in (7, 90) if declared else (0, 2, 4, 7, 90):
+        number = code if form == "codes" else 20 + code
+        match = rf"^upsert\[1\]: item 2: level 1: {shown.format(number)} is outside {book}"
+        with pytest.raises(InvalidRequest, match=match) as caught:
+            updated(catalog, [rows[1], {"item_id": 2, "sid": spelled(form, (0, code, 2))}], [], VOCABULARY)
+        assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_item", "upsert[1].sid")
+    without = updated(catalog, [], [1], VOCABULARY)
+    again = updated(without, [rows[1]], [], VOCABULARY)  # with a code that no item has had meanwhile
+    assert [again.sid(row) for row in range(2)] == [row["sid"] for row in rows]
+    for one in (without, again):
+        assert [tokens.tolist() for tokens in one.level_token_ids] == [t.tolist() for t in catalog.level_token_ids]
 
 
 def test_the_longest_sids_stay(tmp_path: Path) -> None:
     write_header(tmp_path, {})
     catalog = load(tmp_path, [{"item_id": 1, "sid": [1]}, {"item_id": 2, "sid": [1, 2]}], ".jsonl")
-    assert updated(catalog, [{"item_id": 3, "sid": [3]}], [1], VOCABULARY).num_items == 2
+    assert updated(catalog, [{"item_id": 3, "sid": [1]}], [1], VOCABULARY).num_items == 2
     for upsert, remove, code in (
         ([], [2], "depth_mismatch"),
         ([{"item_id": 3, "sid": [3, 4, 5]}], [], "depth_mismatch"),
@@ -299,7 +307,7 @@ def test_columns_of_json_take_the_type_that_all_values_have(tmp_path: Path, befo
     write_header(tmp_path, {})
     rows = [{"item_id": i, "sid": [i], "x": one} for i, one in enumerate(before)]
     catalog = load(tmp_path, rows, ".jsonl")
-    new = {"item_id": 9, "sid": [3], "x": value}
+    new = {"item_id": 9, "sid": [1], "x": value}
     if kind == "refused":
         with pytest.raises(InvalidRequest) as caught:
             updated(catalog, [new], [], VOCABULARY)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +35,7 @@ class Wave:
         self.jobs = jobs
         self.prefilled, self.done = threading.Event(), threading.Event()
         self.fault: Exception | None = None
-        self.launched = SimpleNamespace(wait_for_prefill=lambda: self.prefilled.wait(20))
+        self.launched = SimpleNamespace(wait_for_prefill=partial(self.prefilled.wait, 20))
 
     def outcomes(self) -> list[Outcome]:
         assert self.done.wait(20)
@@ -182,6 +185,27 @@ def test_a_long_wave_goes_on_however_many_wait_and_takes_what_it_holds(bench: Be
     bench.waves[-1].finish()
     bench.until(lambda: len(bench.outcomes) == 4 * PASSING + 6)
     assert bench.outcomes["long"] == "result of long"
+
+
+def test_nothing_holds_a_wave_that_was_delivered(bench: Bench) -> None:
+    """Nor, with it, the catalog that it searched. One job goes before an older one, in the same wave."""
+    bench.submit("before")
+    bench.until(lambda: len(bench.waves) == 1)
+    search = Search("", np.zeros(3, dtype=np.int32), (4, 4), 4, None, "vocab", 1, (), 1.0)
+    jobs = [Job(replace(search, request_id=name), 0.0, None, priority=name == "b") for name in "ab"]
+    held = [weakref.ref(job) for job in jobs]
+    for job in jobs:
+        bench.worker.submit(job)
+    bench.settled()
+    bench.waves[0].prefilled.set()
+    bench.until(lambda: len(bench.waves) == 2)
+    assert bench.names(1) == ["b", "a"]
+    for wave in bench.waves:
+        wave.finish()
+    bench.until(lambda: set(bench.outcomes) == {"before", "a", "b"})
+    bench.waves.clear()
+    del job, jobs, wave
+    bench.until(lambda: not any(one() for one in held))
 
 
 def test_what_the_waves_on_the_device_take(bench: Bench) -> None:

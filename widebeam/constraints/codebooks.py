@@ -31,14 +31,14 @@ class Vocabulary:
 
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    """The tokens of one level, over which the `level` normaliser sums. Updates add to it, unless it is declared."""
+    """The tokens of one level, over which the `level` normaliser sums. No update changes them."""
 
     token_ids: np.ndarray
     """int64 [C], ascending."""
     values: np.ndarray
     """[C]; each token as the catalog file writes it: codes or token ids (int64), or strings (object)."""
     declared: bool
-    """By the header; otherwise these are the tokens that the file holds."""
+    """By the header; otherwise these are the tokens that the file held."""
     resolved: bool
     """False: made-up token ids, for want of a tokenizer."""
 
@@ -68,9 +68,9 @@ def encode_sids(
 ) -> tuple[np.ndarray, list[Codebook]]:
     """int32 [rows, depth] places in the codebooks, -1 behind a shorter SID, and the codebook of each level.
 
-    `known`: the codebooks of a catalog that these rows come to, one for each level, which then hold more if they are
-    not declared; no SID of the rows is longer. What is wrong with single items goes to `problems`, and the result is of
-    use only if there are none. Raises HeaderMismatch for what is wrong with a level as a whole.
+    `known`: the codebooks of a catalog that these rows come to, one for each level, which must hold all their codes; no
+    SID of the rows is longer. What is wrong with single items goes to `problems`, and the result is of use only if
+    there are none. Raises HeaderMismatch for what is wrong with a level as a whole.
     """
     form = sid_form(rows, header)
     header.check_levels(form)
@@ -86,11 +86,11 @@ def encode_sids(
         written = present if rows.tokens is None else np.array(rows.tokens, object)[present]
         level = _Level(number, form, levels[number] if levels else None, vocabulary)
         if known:
-            book, places, faults = level.grown(known[number], written)
+            book, faults = known[number], level.missing(known[number], written)
         else:
-            book, places, faults = level.codebook(written, sum(book.token_ids.size for book in books))
+            book, faults = level.codebook(written, sum(book.token_ids.size for book in books))
         books.append(book)
-        codes[spelled, number] = places[inverse]
+        codes[spelled, number] = book.find(written)[inverse]
         _report(rows, problems, number, spelled, inverse, faults)
     return codes, books
 
@@ -142,8 +142,8 @@ class _Level:
     spec: Level | None
     vocabulary: Vocabulary
 
-    def codebook(self, written: np.ndarray, surrogate: int) -> tuple[Codebook, np.ndarray, dict[int, str]]:
-        """The codebook, then for each distinct value of the file its place in it, or what is wrong with it.
+    def codebook(self, written: np.ndarray, surrogate: int) -> tuple[Codebook, dict[int, str]]:
+        """The codebook, and what is wrong with distinct values of the file, by their place in `written`.
 
         `surrogate` is the first token id to make up when there is no tokenizer.
         """
@@ -156,34 +156,20 @@ class _Level:
         entries = np.minimum(np.searchsorted(values, written), len(values) - 1)
         entries = np.where(values[entries] == written, entries, -1)
         self._refuse_level(values, token_ids, wrong, entries)
-        faults = {
-            int(i): wrong.get(int(entries[i]), self._outside(written[i], len(values)))
-            for i in np.flatnonzero((entries < 0) | np.isin(entries, list(wrong)))
-        }
         order = np.argsort(token_ids, kind="stable")
-        place = np.empty(order.size, np.int32)
-        place[order] = np.arange(order.size)
-        return Codebook(token_ids[order], values[order], declared is not None, resolved), place[entries], faults
+        book = Codebook(token_ids[order], values[order], declared is not None, resolved)
+        unusable = {int(i): wrong[int(entries[i])] for i in np.flatnonzero(np.isin(entries, list(wrong)))}
+        return book, self.missing(book, written) | unusable
 
-    def grown(self, book: Codebook, written: np.ndarray) -> tuple[Codebook, np.ndarray, dict[int, str]]:
-        """As `codebook`, of a level that has one, which stays as it is if it is declared or holds all that is written.
-
-        Raises HeaderMismatch for a new code that is the token of another.
-        """
-        new = np.flatnonzero(book.find(written) < 0)
-        faults: dict[int, str] = {}
-        if book.declared:
-            faults = {int(i): self._outside(written[i], book.token_ids.size) for i in new}
-        elif new.size:
-            more, _, wrong = self.codebook(written[new], surrogate=0)
-            faults = {int(new[i]): fault for i, fault in wrong.items()}
-            if not faults:
-                token_ids = np.concatenate([book.token_ids, more.token_ids])
-                values = np.concatenate([book.values, more.values])
-                self._refuse_level(values, token_ids, {}, np.zeros(0, np.int64))
-                order = np.argsort(token_ids)
-                book = Codebook(token_ids[order], values[order], declared=False, resolved=book.resolved)
-        return book, book.find(written), faults
+    def missing(self, book: Codebook, written: np.ndarray) -> dict[int, str]:
+        """What is wrong with values that a codebook lacks, by their place in `written`."""
+        outside = f"is outside the declared codebook of {book.token_ids.size} codes"
+        if not book.declared:
+            outside = (
+                f"is outside the codebook of {book.token_ids.size} codes, to which no update adds any: load a whole "
+                "file, which begins a new codebook, or declare the level's `codes` in the catalog's header"
+            )
+        return {int(i): f"{self._show(written[i])} {outside}" for i in np.flatnonzero(book.find(written) < 0)}
 
     def _declared(self) -> np.ndarray | None:
         """All codes that the header declares, ascending, as the file would write them."""
@@ -252,9 +238,6 @@ class _Level:
         if same.size:
             first, second = (self._show(values[i]) for i in order[same[0] : same[0] + 2])
             raise HeaderMismatch(f"level {self.number}: {first} and {second} are the same token {ascending[same[0]]}")
-
-    def _outside(self, value: int | str, size: int) -> str:
-        return f"{self._show(value)} is outside the declared codebook of {size} codes"
 
     def _show(self, value: int | str) -> str:
         return f"{_NOUNS[self.form]} {value!r}" if isinstance(value, str) else f"{_NOUNS[self.form]} {value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,11 +40,11 @@ class Splice:
         return spliced
 
 
-def equal_ranges(columns: Sequence[np.ndarray], wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def equal_ranges(columns: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First and one past the last of the rows that equal each wanted one, int64; the place where it belongs if none do.
 
-    The rows are in lexicographic order of `columns`, `wanted` is [columns, wanted rows]; all are integers. By binary
-    search, column after column, for all wanted rows at once.
+    The rows of `columns`, [columns, rows], are in lexicographic order; `wanted` is [columns, wanted rows]; all are
+    integers. By binary search, column after column, for all wanted rows at once.
     """
     lo = np.zeros(wanted.shape[1], np.int64)
     hi = np.full_like(lo, columns[0].size)

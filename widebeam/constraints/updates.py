@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from widebeam.constraints.catalog import Catalog, declared_order, rank_of
-from widebeam.constraints.codebooks import Codebook, Vocabulary, encode_sids
+from widebeam.constraints.codebooks import Vocabulary, encode_sids
 from widebeam.constraints.filter_spec import MAX_ID_LENGTH
 from widebeam.constraints.filters import check_named
 from widebeam.constraints.header import HeaderMismatch
@@ -35,21 +35,19 @@ def updated(catalog: Catalog, upsert: Iterable[Row], remove: Sequence[int | str]
     """The catalog with some items added or replaced and others removed; its version number is still the same.
 
     A row of `upsert` is an item as in a JSONL file, whole: what it leaves out is null. An item that is there already
-    keeps its place among those that nothing orders; a new one comes last. Codes that are new join codebooks that are
-    not declared; none ever leaves one. Raises InvalidRequest that names the row, and CatalogError when the result could
-    not be searched.
+    keeps its place among those that nothing orders; a new one comes last. Codebooks stay as they are. Raises
+    InvalidRequest that names the row.
     """
     batch = _read(catalog, upsert, remove)
-    codes, books = _encode(catalog, batch, vocabulary)
-    before = _recoded(catalog, books)
+    codes = _encode(catalog, batch, vocabulary)
     metadata = catalog._metadata.updated(batch.gone, batch.objects)
     try:
         check_named(catalog.header.filters, metadata)
-        splice, file_rows, changed = _arrange(catalog, batch, before, codes, metadata)
+        splice, file_rows, changed = _arrange(catalog, batch, codes, metadata)
     except HeaderMismatch as error:
         raise InvalidRequest(str(error), code="type_mismatch", param="upsert") from None
     sorted_codes = np.empty((catalog.depth, splice.size), np.int32)
-    for old, new, out in zip(before, changed, sorted_codes, strict=True):
+    for old, new, out in zip(catalog._codes, changed, sorted_codes, strict=True):
         splice.apply(old, new, out)
     if (sorted_codes[-1] < 0).all():
         raise InvalidRequest(
@@ -62,7 +60,6 @@ def updated(catalog: Catalog, upsert: Iterable[Row], remove: Sequence[int | str]
         replace(
             catalog,
             index=CatalogIndex.of_sorted(sorted_codes),
-            codebooks=books,
             source=f"update of version {catalog.version}",
             made_at=time.time(),
             _ids=catalog._ids.updated(batch.gone, batch.ids),
@@ -184,50 +181,35 @@ def _rows(catalog: Catalog, collector: Collector) -> Rows:
     return rows
 
 
-def _encode(catalog: Catalog, batch: _Batch, vocabulary: Vocabulary) -> tuple[np.ndarray, list[Codebook]]:
-    """int32 [depth, rows that come] places in the codebooks, and the codebooks."""
-    if not catalog.resolved:
-        raise CatalogError("token strings were not looked up in a tokenizer, so that no item can be added")
+def _encode(catalog: Catalog, batch: _Batch, vocabulary: Vocabulary) -> np.ndarray:
+    """int32 [depth, rows that come] places in the codebooks."""
     if batch.rows is None:
-        return np.zeros((catalog.depth, 0), np.int32), catalog.codebooks
+        return np.zeros((catalog.depth, 0), np.int32)
     problems = Problems("upsert")
     try:
-        codes, books = encode_sids(batch.rows, catalog.header, vocabulary, problems, catalog.codebooks)
+        codes, _ = encode_sids(batch.rows, catalog.header, vocabulary, problems, catalog.codebooks)
         problems.check()
-    except HeaderMismatch as error:
-        raise InvalidRequest(f"upsert: {error}", code="invalid_item", param="upsert") from None
     except CatalogError as error:
         where = re.match(r"upsert\[\d+\]", error.problems[0])
         param = f"{where[0]}.sid" if where else "upsert"
         raise InvalidRequest(str(error), code="invalid_item", param=param) from None
-    return np.ascontiguousarray(codes.T), books
-
-
-def _recoded(catalog: Catalog, books: Sequence[Codebook]) -> list[np.ndarray]:
-    """The catalog's codes, level by level, as places in codebooks that may have grown."""
-    columns = []
-    for codes, old, new in zip(catalog._codes, catalog.codebooks, books, strict=True):
-        if new is not old:
-            place = np.append(np.searchsorted(new.token_ids, old.token_ids), -1).astype(np.int32)
-            codes = place[codes]  # -1 stays what it is
-        columns.append(codes)
-    return columns
+    return np.ascontiguousarray(codes.T)
 
 
 def _arrange(
-    catalog: Catalog, batch: _Batch, before: list[np.ndarray], codes: np.ndarray, metadata: Metadata
+    catalog: Catalog, batch: _Batch, codes: np.ndarray, metadata: Metadata
 ) -> tuple[Splice, np.ndarray, np.ndarray]:
     """What happens to the sorted rows; then file row and codes, [depth, rows], of each row that it puts in.
 
     All items of a SID that gets one are taken out and put in again, in order.
     """
     gone = catalog._rank[batch.gone]
-    lo, hi = equal_ranges(before, codes)
+    lo, hi = equal_ranges(catalog._codes, codes)
     shared, their_lo = _members(lo, hi)
     stays = ~np.isin(shared, gone)
     shared, their_lo = shared[stays], their_lo[stays]
     file_rows = np.concatenate([catalog._order[shared], catalog._rank.size + np.arange(lo.size)])
-    changed = np.concatenate([np.stack([column[shared] for column in before]), codes], axis=1)
+    changed = np.concatenate([catalog._codes[:, shared], codes], axis=1)
     order = np.argsort(batch.places[file_rows])
     if order.size:
         declared = declared_order(catalog.header, lambda field: metadata.column(field).take(file_rows[order]))

@@ -61,6 +61,7 @@ class Reader:
                 self._report(error)
                 return
             self._report(Progress(flight.jobs, Step.DONE))
+            del flight  # it would hold its jobs and their catalog until the next one comes
 
     @staticmethod
     def _read(flight: Flight) -> list[Outcome]:

@@ -230,7 +230,7 @@ class Scheduler:
         if beside is not None:  # the long wave goes on holding up whom it has held up so far
             held_up = set(self._held_up)
             older = max(older, sum(job in held_up for job in self._queue))
-        self._held_up = self._queue[:older]
+        self._held_up = [job for job in self._queue[:older] if job.waiting]
         self._queue = [job for job in self._queue if job.waiting]
         self._cut_at = now
         return wave

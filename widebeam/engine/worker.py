@@ -198,6 +198,7 @@ class Worker:
                         message.run(runtime)
                 else:
                     self._note(message)
+                del message  # it would hold what it is of, a catalog too, until the next one comes
             now = time.monotonic()
             jobs = scheduler.next_wave(now)
             if jobs and since is not None:
