@@ -1,4 +1,4 @@
-"""docs/api.md and docs/catalogs.md: they list what there is, and what they show is what happens."""
+"""docs/api.md, docs/catalogs.md and docs/history.md: they list what there is, and what they show is what happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from aiohttp import hdrs
 
 from tests.http.service import Service, running_service
-from widebeam import errors
+from widebeam import anchored_history, errors
 from widebeam.catalogs import Inspect, Validate
 from widebeam.cli import main
 from widebeam.config import EngineConfig, ServerConfig
@@ -42,6 +42,7 @@ from widebeam.http.protocol import (
 ROOT = Path(__file__).resolve().parent.parent
 API = (ROOT / "docs" / "api.md").read_text()
 CATALOGS = (ROOT / "docs" / "catalogs.md").read_text()
+HISTORY = (ROOT / "docs" / "history.md").read_text()
 BLOCK = re.compile(r'^```(\w+)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 CURL = re.compile(r"(?:# (\d+)\n)?curl -s localhost:8000(/\S+)(?:[\s\\]+-d '(.*)')?\n")
 
@@ -209,6 +210,30 @@ def test_the_client_examples_run(service: Service, capsys: pytest.CaptureFixture
     assert [len(choice) for choice in ast.literal_eval(chat)] == [3, 3]
     assert refused == "unknown_catalog catalog 404"
     assert [len(items) for items in ast.literal_eval(together)] == [2, 2, 2]
+
+
+# What docs/history.md shows
+
+
+def test_the_anchored_history_is_asked_for(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (text for language, _, text in BLOCK.findall(HISTORY) if language == "python")
+    scope: dict[str, Any] = {}
+    exec(compile(code.replace("http://127.0.0.1:8000", service.url), "docs/history.md", "exec"), scope)
+    length, items = capsys.readouterr().out.strip().split(" ", 1)
+    events = scope["events"]
+    assert int(length) == 16 and len(ast.literal_eval(items)) == 3
+    assert not set(ast.literal_eval(items)) & set(events)
+    assert scope["answer"].warnings == []  # every item is known, and the template cuts nothing
+    (tail,) = re.findall(r"`(anchored_history\(events\[.*?\))`", HISTORY)
+    assert eval(tail, scope) == scope["history"]
+
+
+def test_the_windows_drawn_are_those_of_the_code() -> None:
+    drawn = re.findall(r"^after (\d+) .* (\d+) \.\. \d+ +(\d+) \.\. (\d+)$", HISTORY, re.MULTILINE)
+    assert len(drawn) == 3
+    for total, plain, anchored, last in (map(int, row) for row in drawn):
+        assert anchored_history(range(total), 6, 1) == [*range(plain, last + 1)]
+        assert anchored_history(range(total), 6, 4) == [*range(anchored, last + 1)]
 
 
 # What docs/catalogs.md shows

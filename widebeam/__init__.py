@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
     from widebeam.engine.engine import Engine
     from widebeam.engine.request import SearchParams
+    from widebeam.history import anchored_history
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -23,8 +24,18 @@ _HOMES = {
     "Engine": "widebeam.engine.engine",
     "EngineConfig": "widebeam.config",
     "SearchParams": "widebeam.engine.request",
+    "anchored_history": "widebeam.history",
 }
-__all__ = ["AsyncClient", "Catalog", "Client", "Engine", "EngineConfig", "SearchParams", "__version__"]
+__all__ = [
+    "AsyncClient",
+    "Catalog",
+    "Client",
+    "Engine",
+    "EngineConfig",
+    "SearchParams",
+    "__version__",
+    "anchored_history",
+]
 
 
 def __getattr__(name: str) -> Any:
