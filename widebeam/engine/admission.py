@@ -23,6 +23,7 @@ from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import rung
 from widebeam.engine.wave import Search, bound_widths, join_factor
 from widebeam.errors import InvalidRequest
+from widebeam.kv.prefix import Prefix
 from widebeam.policies import LevelPlan, level_plan
 
 DEFAULT_NEW_TOKENS = 128
@@ -126,10 +127,17 @@ def admit(
         plan=None if plan.only_widths else plan,
         top_logprobs=params.top_logprobs,
         return_beam_details=params.return_beam_details,
+        prefix=_prefix(tokens, params, limits),
     )
     _check_memory(search, limits.wave)
     _check_budgets(search, limits.budgets)
     return search, warnings + more
+
+
+def _prefix(tokens: np.ndarray, params: SearchParams, limits: Limits) -> Prefix | None:
+    if limits.config.prefix_cache == "off":
+        return None
+    return Prefix.of(tokens, limits.wave.page_size, (params.cache_salt or "").encode())
 
 
 def check_tokens(token_ids: Seq[int] | np.ndarray, vocab_size: int) -> np.ndarray:

@@ -84,6 +84,8 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Also return all beams that were live after each level."""
     timeout_ms: Annotated[int, Meta(ge=1, le=3_600_000)] | None = None
     """Time from submission after which the answer is no longer wanted."""
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    """Only prompts of equal salts share what was computed for them."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher goes first, as with SGLang, for as long as nobody else is held up for too long by it."""
     request_id: str | None = None

@@ -115,8 +115,10 @@ def _behind_prefixes(
     """Attention over the rows' own prompt merged with that over the prefix before it, as the output projection takes
     it. Rows of requests without one attend to something there that does not count."""
     before, lse_before = context_attention(q, *pools, reuse.plan)
-    parts = reuse.query_rows // len(out_TQD)
-    lse_before = lse_before.masked_fill(~prompts.reuses_T.repeat(parts)[:, None], -torch.inf)
+    T, Q, _ = out_TQD.shape
+    assert prompts.reuses_T is not None
+    unused_T1 = (prompts.reuses_T == 0)[:, None]
+    lse_before = lse_before.view(-1, T, Q).masked_fill(unused_T1, -torch.inf).view(-1, Q)
     nothing_TJ = prompts.slot_T[:, None][:, :0]
     return merge_beams(
         q, torch.cat((out_TQD, before)), torch.cat((lse_TQ, lse_before)), *pools, nothing_TJ, core.state.level,
