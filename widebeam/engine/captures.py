@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -16,7 +18,7 @@ from widebeam.engine import warmup
 from widebeam.engine.compile import Made, captured_at_once, made_so_far
 from widebeam.engine.core import Core
 from widebeam.engine.scheduler import WaveLimits
-from widebeam.engine.shapes import GROUP_TOKENS, request_rung, token_rungs
+from widebeam.engine.shapes import CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, request_rung, token_rungs
 from widebeam.engine.wave import Search, Wave
 
 log = logging.getLogger(__name__)
@@ -51,11 +53,21 @@ class Captures:
 
     def start(self, widest: int, vocab_size: int, longest: int) -> None:
         """The first warm-up, over any token. Larger prompts follow while nobody waits, or now if all is to be met."""
-        graphed = self._core.programs.graphed
+        context, graphed = self._core.context, self._core.programs.graphed
         if self._mode == "none":
-            graphed |= {(requests, tokens) for requests, _ in graphed for tokens in token_rungs(GROUP_TOKENS)}
+            splits = (0,) if context.cache is None else (0, *CONTEXT_SPLITS)
+            graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(GROUP_TOKENS), splits))
             return
         self._meet_all(list(warmup.waves(self._limits, widest, vocab_size, longest)))
+        if context.cache is not None:
+            with self._uncounted():
+                for size, searches in warmup.reusing(vocab_size, longest, context.page_size):
+                    if size is None:
+                        self._run(searches)
+                    else:
+                        graphed.add(size)
+                        self._meet(searches, reuses=True)
+            context.flush()
         self._larger.extend(warmup.large_prompts(self._limits, widest, vocab_size, longest))
         while self._mode == "full" and self.capture_more():
             pass
@@ -66,26 +78,31 @@ class Captures:
             self._meet_all(planned)
 
     def _meet_all(self, planned: list[list[Search]]) -> None:
-        started, before, self._made = time.perf_counter(), self._made, None
-        try:
+        started = time.perf_counter()
+        with self._uncounted():
             for searches in tqdm(
                 planned, desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
             ):
                 self._meet(searches)
-        except BaseException:
-            self._made = before and made_so_far(self._device)
-            raise
-        self._made = made_so_far(self._device)
         log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
 
-    def _meet(self, searches: list[Search]) -> None:
+    def _meet(self, searches: list[Search], reuses: bool = False) -> None:
         """Run a wave until its graphs are captured."""
-        forms = warmup.forms(Wave(searches, self._limits.rows))
+        forms = warmup.forms(Wave(searches, self._limits.rows)) | {reuses}
         if not forms <= self._forms:
             self._run(searches)
             self._forms |= forms
         with captured_at_once():
             self._run(searches)
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """What is made meanwhile is not made late."""
+        self._made = None
+        try:
+            yield
+        finally:
+            self._made = made_so_far(self._device)
 
     def capture_more(self) -> bool:
         """Capture prompts of one more size, if there is one left, for up to half a second: for when nobody waits.
@@ -94,11 +111,11 @@ class Captures:
         """
         if not self._larger:
             return False
-        (tokens, searches), self._made = self._larger.popleft(), None
-        size = (request_rung(len(searches)), tokens)
+        tokens, searches = self._larger.popleft()
+        size = (request_rung(len(searches)), tokens, 0)
         self._core.programs.graphed.add(size)
         try:
-            with captured_at_once():
+            with self._uncounted(), captured_at_once():
                 self._run(searches)
         except torch.AcceleratorError:
             raise
@@ -106,8 +123,6 @@ class Captures:
             log.warning("prompts of %d tokens and more stay without graphs: %s", tokens, error)
             self._core.programs.graphed.discard(size)
             self._larger.clear()
-        finally:
-            self._made = made_so_far(self._device)
         return True
 
     def note(self) -> None:

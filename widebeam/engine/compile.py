@@ -78,7 +78,7 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
         last=compiler(kept_last),
         forward_rows=compiler(forward_rows),
         advance=compiler(advance),
-        graphed={(requests, tokens) for requests in REQUEST_RUNGS for tokens in token_rungs(COMMON_TOKENS)},
+        graphed={(requests, tokens, 0) for requests in REQUEST_RUNGS for tokens in token_rungs(COMMON_TOKENS)},
     )
 
 
