@@ -468,3 +468,20 @@ def test_a_watched_file_is_loaded_when_it_changes(
     assert service.post("/v1/catalogs/items/items", {"remove": ["item-3"]}).json["version"] == 4
     threading.Event().wait(0.2)
     assert version() == 4
+
+
+def test_a_request_keeps_to_the_catalog_that_it_was_checked_for(checkpoint: Path, root: Path) -> None:
+    """Its prompt is still being made when the first catalog comes."""
+    made, body = threading.Event(), {"text": "a b", "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    with running_service(checkpoint, None) as service, ThreadPoolExecutor() as pool:
+        making = service.engine._prompts._thread
+        making.submit(made.wait, 30)
+        answering = pool.submit(service.post, "/generate", body)
+        wait_until(lambda: making._work_queue.qsize() == 1)
+        service.thread.run(service.engine.load_catalog(root / "items.jsonl"))
+        made.set()
+        answer = answering.result()
+        assert answer.status == 200, answer.json
+        assert len(answer.json["output_ids"]) == 2 and "items" not in answer.json["meta_info"]
+        assert "items" in service.post("/generate", body | {"sampling_params": {}}).json["meta_info"]
+        service.check()
