@@ -52,7 +52,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
     """Raises CatalogError."""
     try:
         return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for names of columns
         raise CatalogError(f"{path.name}: not a readable parquet file: {one_line(error)}") from None
 
 
@@ -62,9 +62,15 @@ def read_columns(file: pq.ParquetFile, name: str, columns: list[str] | None = No
         groups = [file.read_row_group(group, columns) for group in range(file.num_row_groups)]
         if columns is not None:  # "a" is also read as the beginning of "a.b"
             groups = [group.select(columns) for group in groups]
-        return pa.concat_tables(groups or [file.schema_arrow.empty_table()])
+        table = pa.concat_tables(groups or [file.schema_arrow.empty_table()])
     except (pa.ArrowException, OSError) as error:
         raise CatalogError(f"{name}: cannot be read: {one_line(error)}") from None
+    for label, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            column.validate(full=True)  # reading checks neither that text is UTF-8 nor that places are inside
+        except pa.ArrowInvalid as error:
+            raise CatalogError(f"{name}: column {label!r} cannot be read: {one_line(error)}") from None
+    return table
 
 
 def one_line(error: Exception) -> str:
