@@ -216,8 +216,6 @@ def engine_tables(engine: dict[str, Any]) -> list[str]:
         table(["filter", "whole call", "device", "returned"], searches),
     ]
     updates = engine["updates"]
-    if updates is None:
-        return [*parts, "This version has no updates."]
     changes = [[place, *one.values()] for place, one in enumerate(updates["changes"])]
     loops = [[name, *updates[name].values()] for name in ("quiet", "during")]
     return [

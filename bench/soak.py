@@ -4,15 +4,18 @@
     python bench/soak.py CHECKPOINT --vary --requests 10000 --concurrency 32 --context 2000 -- --catalog items.parquet
 
 Starts `widebeam serve CHECKPOINT`, sends random token ids from a fixed seed, reads back what SGLang clients read, and
-reports latency, fallbacks, and the memory of the server process (on a GPU: of the device) along the way. With --vary,
-context, width and tokens are random up to the values given; with a catalog served, half the requests go without it.
+reports latency, fallbacks, graphs captured late, and the server's memory on the host and the GPU along the way. Sends
+so many requests, and goes on for --minutes. With --vary, context, width and tokens (two at least) are random up to the
+values given; with a catalog served, half the requests go without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -39,16 +42,16 @@ def machine() -> str:
         return platform.machine()
 
 
-def device_memory(pid: int) -> tuple[str, int]:
-    """Bytes in use on the GPU, or resident in the process where there is none."""
+def memory_of(pid: int) -> dict[str, int]:
+    """Bytes of a process that are resident, and those that it has on GPUs if it uses any."""
+    resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     try:
-        out = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, check=True
-        )
-        return "gpu", int(out.stdout.split()[0]) << 20
+        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        out = subprocess.run(query, capture_output=True, check=True).stdout.decode()
     except (OSError, subprocess.CalledProcessError):
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return "rss", pages * 4096
+        return {"host": resident}
+    used = [line.split(",") for line in out.splitlines()]
+    return {"host": resident, "gpu": sum(int(mib) << 20 for owner, mib in used if int(owner) == pid)}
 
 
 async def start_server(arguments: argparse.Namespace) -> tuple[asyncio.subprocess.Process, str, float]:
@@ -65,68 +68,90 @@ async def start_server(arguments: argparse.Namespace) -> tuple[asyncio.subproces
     raise SystemExit(f"the server ended with status {await process.wait()}")
 
 
-async def fallback_count(url: str) -> float:
-    """What the server's metrics say of slower ways taken."""
+async def counts(url: str) -> dict[str, float]:
+    """What the server's metrics say of slower ways taken, and of graphs that warm-up had not met."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith("widebeam_fallbacks_total"))
+        lines = [line.split() for line in (await response.text()).splitlines()]
+    values = {words[0]: float(words[-1]) for words in lines if len(words) == 2}
+    return {name: values[f"widebeam_{name}_total"] for name in ("fallbacks", "late_graphs")}
 
 
-async def soak(arguments: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
-    """Send all requests, `concurrency` at a time; check every answer."""
-    rng = np.random.default_rng(0)
-    gate = asyncio.Semaphore(arguments.concurrency)
-    latencies: list[float] = []
-    memory: list[int] = []
-    kind = "rss"
+class Soak:
+    """Sends requests and checks every answer."""
 
-    catalog = "--catalog" in arguments.serve
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.catalog = "--catalog" in arguments.serve
+        self.rng = np.random.default_rng(0)
+        self.latencies: list[float] = []
 
-    def drawn(most: int, least: int = 1) -> int:
-        return int(rng.integers(least, most + 1)) if arguments.vary else most
+    def _drawn(self, most: int, least: int = 1) -> int:
+        return int(self.rng.integers(min(least, most), most + 1)) if self.arguments.vary else most
 
-    async def one(client: AsyncClient, place: int) -> None:
-        nonlocal kind
-        prompt = rng.integers(0, arguments.vocab, drawn(arguments.context)).tolist()
-        width, tokens = drawn(arguments.width, 2), drawn(arguments.tokens)  # a width of one is greedy text
-        free = {"catalog": "none"} if catalog and arguments.vary and place % 2 else {}
-        async with gate:
-            sent = time.perf_counter()
-            params = {"beam_width": width, "n": width, "ignore_eos": True}
-            if free or not catalog:
-                params["max_new_tokens"] = tokens
-            answer = await client.generate(input_ids=prompt, sampling_params=params, **free)
-            latencies.append((time.perf_counter() - sent) * 1e3)
-        beams = answer["meta_info"]["beam_results"]
-        sequences = {tuple(beam["output_ids"]) for beam in beams}
-        assert len(sequences) == len(beams), "the same beam came twice"
-        if free or not catalog:
+    async def one(self, client: AsyncClient) -> None:
+        arguments, free = self.arguments, not self.catalog
+        prompt = self.rng.integers(0, arguments.vocab, self._drawn(arguments.context)).tolist()
+        # a width of one is greedy text, and one token a form of its own
+        width, tokens = self._drawn(arguments.width, 2), self._drawn(arguments.tokens, 2)
+        params = {"beam_width": width, "n": width, "ignore_eos": True}
+        options = {}
+        if self.catalog and arguments.vary and self.rng.random() < 0.5:
+            options, free = {"catalog": "none"}, True
+        if free:
+            params["max_new_tokens"] = tokens
+        sent = time.perf_counter()
+        answer = await client.generate(input_ids=prompt, sampling_params=params, **options)
+        self.latencies.append((time.perf_counter() - sent) * 1e3)
+        sequences = {tuple(beam["output_ids"]) for beam in answer["meta_info"]["beam_results"]}
+        assert len(sequences) == len(answer["meta_info"]["beam_results"]), "the same beam came twice"
+        if free:
             assert len(sequences) == width, f"{len(sequences)} distinct beams of {width}"
             assert all(len(sequence) == tokens for sequence in sequences)
-        if place % max(1, arguments.requests // 100) == 0:
-            kind, used = await asyncio.to_thread(device_memory, pid)
-            memory.append(used)
 
-    async with AsyncClient(url, timeout=600) as client:
-        await one(client, 0)
-        await asyncio.gather(*(one(client, place) for place in range(arguments.requests)))
-        fallbacks = await fallback_count(url)
-    latencies.sort()
-    return {
-        "answered": len(latencies),
-        "fallbacks": fallbacks,
-        "latency_ms": {
-            "median": statistics.median(latencies), "p90": latencies[int(len(latencies) * 0.9)], "max": latencies[-1]
-        },
-        "memory_bytes": {"kind": kind, "first": memory[0], "median": statistics.median(memory), "last": memory[-1]},
-        "growth_bytes": memory[-1] - memory[1],
-    }  # fmt: skip
+    async def run(self, url: str, pid: int) -> dict[str, Any]:
+        arguments, started = self.arguments, time.monotonic()
+        places, memory = itertools.count(), []
+
+        async def user(client: AsyncClient) -> None:
+            while next(places) < arguments.requests or time.monotonic() - started < arguments.minutes * 60:
+                await self.one(client)
+
+        async def sampler() -> None:
+            while True:
+                memory.append(await asyncio.to_thread(memory_of, pid))
+                await asyncio.sleep(arguments.sample_s)
+
+        async with AsyncClient(url, timeout=600) as client:
+            await self.one(client)
+            sampling = asyncio.create_task(sampler())
+            await asyncio.gather(*(user(client) for _ in range(arguments.concurrency)))
+            sampling.cancel()
+            memory.append(memory_of(pid))
+        return self._report(memory) | await counts(url) | {"seconds": round(time.monotonic() - started, 1)}
+
+    def _report(self, memory: list[dict[str, int]]) -> dict[str, Any]:
+        latencies = sorted(self.latencies)
+        settled = len(memory) // 5  # until then caches fill
+        return {
+            "answered": len(latencies),
+            "latency_ms": {
+                "median": statistics.median(latencies), "p90": latencies[int(len(latencies) * 0.9)],
+                "max": latencies[-1],
+            },
+            "memory": {
+                kind: {
+                    "first": memory[0][kind], "settled": memory[settled][kind], "last": memory[-1][kind],
+                    "growth": memory[-1][kind] - memory[settled][kind],
+                }
+                for kind in memory[0]
+            },
+        }  # fmt: skip
 
 
 async def main(arguments: argparse.Namespace) -> None:
     process, url, ready_s = await start_server(arguments)
     try:
-        result = await soak(arguments, url, process.pid)
+        result = await Soak(arguments).run(url, process.pid)
     finally:
         process.terminate()
         status = await process.wait()
@@ -142,6 +167,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint")
     parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--sample-s", type=float, default=2.0, help="between two looks at memory")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--context", type=int, default=5000)
     parser.add_argument("--width", type=int, default=256)

@@ -118,14 +118,8 @@ class Searches:
         return served, done
 
 
-async def updates(engine: Engine, search: Searches, seconds: float) -> dict[str, Any] | None:
-    """Searches alone, then beside updates of 1000 items each: from a call to the first answer of its version.
-
-    None if this engine has no updates.
-    """
-    update = getattr(engine, "update_catalog", None)
-    if update is None:
-        return None
+async def updates(engine: Engine, search: Searches, seconds: float) -> dict[str, Any]:
+    """Searches alone, then beside updates of 1000 items each: from a call to the first answer of its version."""
     await search.beside(lambda served: asyncio.sleep(seconds / 2))  # warm-up
     quiet, _ = await search.beside(lambda served: asyncio.sleep(seconds))
 
@@ -134,7 +128,7 @@ async def updates(engine: Engine, search: Searches, seconds: float) -> dict[str,
         for number in range(UPDATES):
             upsert, remove = changed_items(engine, number)
             name, version, started = catalog_of(engine).name, catalog_of(engine).version, time.perf_counter()
-            await update(name, upsert, remove)
+            await engine.live.update(name, upsert, remove)
             returned = time.perf_counter()
             async with asyncio.timeout(TIMEOUT_S):
                 while not (new := [one.ended for one in served if one.version > version]):

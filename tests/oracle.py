@@ -74,7 +74,7 @@ def beam_search(
         for place, (negative, rank, token) in enumerate(candidates[:considered]):
             sequence, cum = (*live[rank][0], token), -negative
             room = len(survivors) < width
-            reason = ending(sequence, items, stops, last)
+            reason = ending(sequence, items, stops, last, greedy)
             if reason and room:
                 ended.append((place, Found(sequence, cum, final_score(cum, len(sequence)), reason)))
             if not last and goes_on(sequence, items, stops) and room:
@@ -114,13 +114,13 @@ def legal(prefix: Prefix, vocab: Sequence[int], items: set[Prefix] | None) -> li
     return sorted({item[k] for item in items if len(item) > k and item[:k] == prefix})
 
 
-def ending(sequence: Prefix, items: set[Prefix] | None, stops: frozenset[int], last: bool) -> str | None:
-    """Why the sequence would end here, if it can."""
+def ending(sequence: Prefix, items: set[Prefix] | None, stops: frozenset[int], last: bool, greedy: bool) -> str | None:
+    """Why the sequence would end here, if it can. At the last level beams are not looked at for stop tokens."""
     if items is not None:
         return "item" if sequence in items else None
-    if last:
-        return "length"
-    return "stop" if sequence[-1] in stops else None
+    if sequence[-1] in stops and (greedy or not last):
+        return "stop"
+    return "length" if last else None
 
 
 def goes_on(sequence: Prefix, items: set[Prefix] | None, stops: frozenset[int]) -> bool:

@@ -24,7 +24,8 @@ class Ranges:
 
     @property
     def used(self) -> int:
-        return sum(lease.count for lease in self._leases)
+        """Places. May be read on any thread."""
+        return sum(lease.count for lease in self._leases.copy())
 
     @property
     def largest_gap(self) -> int:

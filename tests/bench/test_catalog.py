@@ -102,4 +102,9 @@ def test_everything_is_measured_and_written(checkpoint: Path, tmp_path: Path) ->
     assert engine["items"] == read["catalogs"]["0.3k"]["items"]
     returned = {kind: one["returned"] for kind, one in engine["filters"].items()}
     assert returned["none"] == 16 and returned["deny 1000"] == 0 and 0 < returned["where"] <= 3
-    assert "| catalog |" in (tmp_path / "made.md").read_text()
+    updates = engine["updates"]
+    assert len(updates["changes"]) == 3 and min(updates[loop]["searches"] for loop in ("quiet", "during")) > 0
+    for change in updates["changes"]:
+        assert change["first_answer_s"] > 0 and change["returned_s"] > 0
+    made_md = (tmp_path / "made.md").read_text()
+    assert "| catalog |" in made_md and "| update |" in made_md

@@ -303,6 +303,23 @@ def test_parquet_columns(tmp_path: Path) -> None:
     assert str(refusal(path)).startswith("x.parquet (schema metadata): JSON is malformed")
 
 
+@pytest.mark.parametrize(
+    ("word", "column"),
+    [("iiii", "item_id"), ("ssss", "sid"), ("tttt", "text"), ("llll", "list"), ("oooo", "object"), ("dddd", "dict"),
+     ("nnnn", None), ("kkkk", None)],
+)  # fmt: skip
+def test_text_that_is_no_utf8(tmp_path: Path, word: str, column: str | None) -> None:
+    path = tmp_path / "x.parquet"
+    columns = {"text": ["tttt"], "list": [["llll"]], "object": [{"kkkk": "oooo"}], "nnnn": [1]}
+    columns["dict"] = pa.array(["dddd"]).dictionary_encode()
+    table = pa.table({"item_id": ["iiii"], "sid": [["ssss"]], **columns})
+    pq.write_table(table, path, compression="none", write_statistics=False)
+    assert Catalog.load(path).num_items == 1
+    path.write_bytes(path.read_bytes().replace(word.encode(), b"\xff\xfe\xff\xfe"))
+    place = "not a readable parquet file: " if column is None else f"column {column!r} cannot be read: "
+    assert str(refusal(path)).startswith(f"x.parquet: {place}")
+
+
 def test_damaged_parquet_page(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"item_id": list(range(1000)), "sid": [[1]] * 1000}), path, use_dictionary=False)

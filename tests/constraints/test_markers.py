@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from tests.constraints.catalog_files import write_header, write_jsonl, write_packed, write_parquet
 from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.markers import Markers
 from widebeam.constraints.report import inspect
-from widebeam.errors import CatalogError
+from widebeam.constraints.updates import updated
+from widebeam.errors import CatalogError, InvalidRequest
 
 TOKENS = {"<begin>": 90, "<end>": 91, **{f"<{level}_{code}>": 10 * place + code for place, level in enumerate("abc")
                                          for code in range(9)}}  # fmt: skip
@@ -99,3 +101,43 @@ def test_wrong_markers_are_refused(header: Any, sid: list[str], message: str, tm
     with pytest.raises(CatalogError) as refused:
         load(path, header)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["tokens", "token_ids"])
+@pytest.mark.parametrize("file_spells", [False, True])
+def test_updates_count_the_levels_between_markers(form: str, file_spells: bool, tmp_path: Path) -> None:
+    def spelled(text: str) -> list[Any]:
+        """B and E for the markers, otherwise level and code."""
+        named = {"B": "<begin>", "E": "<end>"}
+        names = [named.get(one) or f"<{one[0]}_{one[1]}>" for one in text.split()]
+        return names if form == "tokens" else [TOKENS[name] for name in names]
+
+    inner = ["a1 b1 c1", "a2 b2 c2"]
+    file = [f"B {sid} E" if file_spells else sid for sid in inner]
+    path = write_jsonl(tmp_path / "items.jsonl", [{"item_id": i, "sid": spelled(sid)} for i, sid in enumerate(file)])
+    catalog = load(path, {"sid": form, "begin": "<begin>", "end": "<end>"})
+    assert catalog.sid_lengths == {3}
+    vocabulary = Vocabulary(TOKENS.get, 100)
+    for sid in ("a1 b1 c1", "B a1 b1 c1 E", "B a1 b1 c1", "a1 b1 c1 E"):
+        changed = updated(catalog, [{"item_id": 7, "sid": spelled(sid)}], [], vocabulary)
+        row = changed.row_of(7)
+        assert row is not None and changed.token_ids(row) == [1, 11, 21]
+    for sid, kind in (
+        ("a1 b1 c1 a2 b2", "depth_mismatch"),
+        ("B a1 b1 c1 a2", "depth_mismatch"),
+        ("B a1 b1 c1 a2 E", "depth_mismatch"),
+        ("B a1 E", "depth_mismatch"),
+        ("B a1 b1 E", "depth_mismatch"),
+        ("B B a1 b1 c1", "depth_mismatch"),
+        ("B E", "invalid_item"),
+        ("B B a1 b1", "invalid_item"),  # from here on a marker would be one of the three levels
+        ("a1 B c1", "invalid_item"),
+        ("a1 E c1", "invalid_item"),
+        ("E b1 c1", "invalid_item"),
+        ("a1 b1 B", "invalid_item"),
+        ("B a1 b1 E E", "invalid_item"),
+    ):
+        rows = [{"item_id": 7, "sid": spelled("a1 b1 c1")}, {"item_id": 8, "sid": spelled(sid)}]
+        with pytest.raises(InvalidRequest) as refused:
+            updated(catalog, rows, [], vocabulary)
+        assert (refused.value.code, refused.value.param) == (kind, "upsert[1].sid"), sid

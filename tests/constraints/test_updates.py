@@ -231,6 +231,36 @@ def test_values_of_another_type_are_refused(typed: Catalog, column: str, value: 
     assert (caught.value.code, caught.value.param) == ("type_mismatch", f"upsert[1].{column}")
 
 
+@pytest.mark.parametrize("index", [pa.int8(), pa.uint8(), pa.int32(), pa.uint64()])
+def test_a_dictionary_takes_more_values_than_its_file_had_room_for(tmp_path: Path, index: pa.DataType) -> None:
+    texts = [f"v{number}" for number in range(120)]
+    kind = pa.dictionary(index, pa.string())
+    columns = {
+        "text": pa.array(texts, pa.string()).dictionary_encode().cast(kind),
+        "list": pa.array([[text] for text in texts], pa.list_(kind)),
+        "pair": pa.array([[text, "x"] for text in texts], pa.list_(kind, 2)),
+        "rank": pa.array(texts, pa.string()).dictionary_encode().cast(pa.dictionary(index, pa.string(), True)),
+    }
+    sids = [[1, 20] for _ in texts]
+    pq.write_table(pa.table({"item_id": range(120), "sid": sids, **columns}), tmp_path / "x.parquet")
+    catalog = Catalog.load(tmp_path / "x.parquet", vocab_size=100)
+    new = [f"w{number}" for number in range(200)]
+    for at in (0, 100):
+        rows = [
+            {"item_id": 1000 + number, "sid": [1, 20], "text": text, "list": [text], "pair": [text, None], "rank": text}
+            for number, text in list(enumerate(new))[at : at + 100]
+        ]
+        catalog = updated(catalog, rows, [], VOCABULARY)
+    for number, text in enumerate(new):
+        row = catalog.row_of(1000 + number)
+        assert row is not None
+        assert catalog.metadata(row, catalog.fields) == {
+            "text": text, "list": [text], "pair": [text, None], "rank": text
+        }  # fmt: skip
+    where = Filters(where=(Predicate(column="text", op="==", value="w150"),))
+    assert allowed_items(catalog, where)[0].before[-1] == 1 and catalog.column("text").to_pylist() == texts + new
+
+
 def test_what_json_cannot_give_is_refused(typed: Catalog) -> None:
     with pytest.raises(InvalidRequest, match="cannot be given as JSON") as caught:
         updated(typed, [{"item_id": 3, "sid": [1, 20], "object": {"a": 1}}], [], VOCABULARY)

@@ -181,11 +181,15 @@ async def test_stops_end_a_text_and_not_before_its_least_length(engine: Engine) 
         ends = [place for place, token in enumerate(text) if token in stops]
         cut.append(text[: ends[0] + 1] if ends else text)
     assert texts(result) == cut
-    reasons = ["stop" if len(text) < 12 else "length" for text in cut]
-    assert [sequence.finish_reason for sequence in result.sequences] == reasons and "stop" in reasons
-    least = await draw(engine, PROMPT, min_new_tokens=5, **given)
-    assert all(not stops.intersection(text[:5]) for text in texts(least))
-    assert any(5 < len(text) < 12 for text in texts(least))
+    reasons = ["stop" if text[-1] in stops else "length" for text in cut]
+    assert [sequence.finish_reason for sequence in result.sequences] == reasons and {"stop", "length"} == set(reasons)
+    least = min(map(len, cut))
+    shortest = await draw(engine, PROMPT, **(given | {"tokens": least}))
+    reasons = ["stop" if text[least - 1] in stops else "length" for text in free]
+    assert [sequence.finish_reason for sequence in shortest.sequences] == reasons and "stop" in reasons
+    later = await draw(engine, PROMPT, min_new_tokens=5, **given)
+    assert all(not stops.intersection(text[:5]) for text in texts(later))
+    assert any(5 < len(text) < 12 for text in texts(later))
 
 
 async def test_different_lengths_share_a_wave(checkpoint: Path, engine: Engine) -> None:

@@ -432,39 +432,18 @@ def test_a_version_that_nobody_searches_is_let_go_by_the_device(subject: Subject
     assert subject.roll_back(1).json["version"] == 1 and subject.everything() == (1, subject.rows)
 
 
-@pytest.fixture
-def watched(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[Service, Path]]:
-    file = tiny.save_catalog(tmp_path / "items.jsonl")
-    with running_service(checkpoint, file, watch_catalogs=True, watch_interval_s=0.05) as service:
-        yield service, file
-
-
-def test_a_watched_file_is_loaded_when_it_changes(
-    watched: tuple[Service, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    service, file = watched
-    lines, outcomes = file.read_text(), service.engine.live.stats.outcomes
-
-    def version() -> int:
-        return int(service.get("/v1/catalogs/items").json["version"])
-
-    def replaced(text: str) -> None:
-        """By renaming, so that nobody sees a part."""
-        (file.parent / "next").write_text(text)
-        (file.parent / "next").rename(file)
-
-    replaced(lines + json.dumps(ROW) + "\n")
-    wait_until(lambda: version() == 2)
-    assert service.get("/v1/catalogs/items").json["items"] == 61
-    replaced(lines + '{"item_id": "half a line')
-    wait_until(lambda: outcomes["items", "invalid_catalog"] == 1)
-    threading.Event().wait(0.3)  # it is looked at several times more
-    assert outcomes["items", "invalid_catalog"] == 1 and version() == 2
-    assert [record.levelname for record in caplog.records if "has changed" in record.message].count("ERROR") == 1
-    (file.parent / "items.catalog.json").write_text('{"sid": "tokens"}')
-    replaced(lines)
-    wait_until(lambda: version() == 3)
-    assert service.engine.catalogs.get("items").header.order is None
-    assert service.post("/v1/catalogs/items/items", {"remove": ["item-3"]}).json["version"] == 4
-    threading.Event().wait(0.2)
-    assert version() == 4
+def test_a_request_keeps_to_the_catalog_that_it_was_checked_for(checkpoint: Path, root: Path) -> None:
+    """Its prompt is still being made when the first catalog comes."""
+    made, body = threading.Event(), {"text": "a b", "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    with running_service(checkpoint, None) as service, ThreadPoolExecutor() as pool:
+        making = service.engine._prompts._thread
+        making.submit(made.wait, 30)
+        answering = pool.submit(service.post, "/generate", body)
+        wait_until(lambda: making._work_queue.qsize() == 1)
+        service.thread.run(service.engine.load_catalog(root / "items.jsonl"))
+        made.set()
+        answer = answering.result()
+        assert answer.status == 200, answer.json
+        assert len(answer.json["output_ids"]) == 2 and "items" not in answer.json["meta_info"]
+        assert "items" in service.post("/generate", body | {"sampling_params": {}}).json["meta_info"]
+        service.check()

@@ -149,6 +149,28 @@ def test_waves_and_why_they_were_closed(small: Service) -> None:
         assert 0 < grown.after[f"widebeam_{pool}_high_water", ()] <= grown.after[f"widebeam_{pool}", ()]
 
 
+def test_the_memory_of_catalogs(checkpoint: Path, catalog_file: Path) -> None:
+    with running_service(checkpoint, catalog_file, catalog_memory_gib=0.25) as service:
+
+        def in_use() -> float:
+            return samples(service)["widebeam_catalog_bytes_in_use", ()]
+
+        def needed() -> int:
+            catalog = service.engine.catalogs.get(None)
+            assert catalog is not None
+            return 5 * 4 * (catalog.index.num_nodes + 1)
+
+        total = samples(service)["widebeam_catalog_bytes", ()]
+        assert 2**28 - 20 < total <= 2**28
+        first = needed()
+        assert in_use() == first
+        name = service.engine.catalogs.names()[0]
+        row = {"item_id": "new", "sid": ["<a_4>", "<b_1>", "<c_2>"]}
+        assert service.post(f"/v1/catalogs/{name}/items", {"upsert": [row]}).status == 200
+        second = needed()
+        assert second > first and in_use() in (first + second, second)
+
+
 def test_what_waits_and_what_is_refused(small: Service) -> None:
     grown = Growth(small)
     beams = {"sampling_params": {"beam_width": 16, "n": 16, "max_new_tokens": 3}, "catalog": "none"}

@@ -147,7 +147,7 @@ def is_draining(server: Process) -> bool:
 
 def test_sigterm_under_load_drains(start: Callable[..., Process]) -> None:
     """What was accepted is answered, what comes later is refused, and the exit status is 0."""
-    server = start("--port", "0", "--max-wave-requests", "1").ready()
+    server = start("--port", "0", "--max-wave-requests", "1", "--drain-timeout-s", "120").ready()
     with ThreadPoolExecutor(4) as pool, Load(server).running(3) as load:
         accepted = [pool.submit(server.post, "/generate", LONG) for _ in range(4)]
         wait_until(lambda: server.in_flight() >= 4 and all(load.answers), 30)
@@ -155,7 +155,7 @@ def test_sigterm_under_load_drains(start: Callable[..., Process]) -> None:
         wait_until(lambda: is_draining(server))
         assert_refused(server.post("/v1/recommend", GOOD))
         for long in accepted:
-            answer = long.result(60)
+            answer = long.result(120)
             assert answer is not None and answer.status == 200
             beams = answer.json["meta_info"]["beam_results"]
             assert [len(beam["output_ids"]) for beam in beams] == [LEVELS] * 8

@@ -89,6 +89,20 @@ def test_no_stop_token_comes_too_early(bare_service: Service) -> None:
     assert len(drawn) == 12 and not set(drawn[:11]) & set(range(30, 60))
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-5])
+def test_a_stop_token_at_the_last_place_ends_a_text_by_itself(bare_service: Service, temperature: float) -> None:
+    free = text(bare_service, temperature=temperature)
+    place = next(place for place in range(1, 12) if free[place] not in free[:place])
+    stops = {"max_new_tokens": place + 1, "stop_token_ids": free[place : place + 1], "temperature": temperature}
+    found = generate(bare_service, stops)
+    assert found["output_ids"] == free[: place + 1]
+    assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": free[place]}
+    assert found["text"] == bare_service.engine.decode(free[:place])
+    chat = {"input_ids": IDS, "max_tokens": place + 1, "stop_token_ids": [free[place]], "temperature": temperature}
+    (choice,) = bare_service.post("/v1/chat/completions", chat).json["choices"]
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", free[place])
+
+
 def test_special_tokens_can_be_suppressed(bare_service: Service) -> None:
     wanted = {"logit_bias": {"0": 1000.0, "2": 990.0, "9": 980.0}}  # 0 and 2 are special
     assert text(bare_service, **wanted) == [0] * 12

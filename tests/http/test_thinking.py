@@ -3,19 +3,23 @@ judge."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.http.service import MODEL_NAME, Service
+from tests import tiny
+from tests.http.service import MODEL_NAME, Answer, Service, running_service, wait_until
 from widebeam.engine.request import Sampling, SearchParams
 
 MESSAGES: list[Any] = [{"role": "user", "content": "watched <a_0> <b_1> <c_2>"}]
-STOP = 9
-"""`a`"""
+STOP, EOS = 9, 2
+"""`a`, `<|im_end|>`"""
 
 
 @pytest.fixture
@@ -24,33 +28,48 @@ def sdk(service: Service) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def draw(service: Service, seed: int, max_tokens: int) -> tuple[list[int], Any]:
-    """The prompt, and what is drawn behind it."""
-    engine, run = service.engine, service.thread.run
-    prompt = run(engine.render_chat(MESSAGES))
-    sampling = Sampling(temperature=0.8, seed=seed)
-    params = SearchParams(max_new_tokens=max_tokens, catalog="none", stop_token_ids=(STOP,), sampling=sampling)
-    return prompt, run(engine.submit(prompt, params)).sequences[0]
+def draw(service: Service, seeds: Iterable[int], max_tokens: int) -> tuple[list[int], list[Any]]:
+    """The prompt, and what is drawn behind it with each seed."""
+    engine = service.engine
+
+    def params(seed: int) -> SearchParams:
+        sampling = Sampling(temperature=0.8, seed=seed)
+        return SearchParams(max_new_tokens=max_tokens, catalog="none", stop_token_ids=(STOP,), sampling=sampling)
+
+    async def all_of_them() -> tuple[list[int], list[Any]]:
+        prompt = await engine.render_chat(MESSAGES)
+        found = await asyncio.gather(*(engine.submit(prompt, params(seed)) for seed in seeds))
+        return prompt, [result.sequences[0] for result in found]
+
+    return service.thread.run(all_of_them())
+
+
+@pytest.fixture(scope="module")
+def texts(shared_service: Service) -> list[list[int]]:
+    """What the seeds 0, 1, .. draw within 40 tokens: the tiny model draws any token."""
+    return [drawn.token_ids for drawn in draw(shared_service, range(60), 40)[1]]
 
 
 def expected(service: Service, seed: int, max_tokens: int, suffix: list[int], n: int) -> Any:
     """(prompt, drawn tokens, those that are kept, the search behind them)."""
     engine, run = service.engine, service.thread.run
-    prompt, drawn = draw(service, seed, max_tokens)
-    said = drawn.token_ids[: -1 if drawn.finish_reason == "stop" else None]
+    prompt, (drawn,) = draw(service, [seed], max_tokens)
+    said = drawn.token_ids[: -1 if drawn.token_ids[-1] in (STOP, EOS) else None]
     found = run(engine.submit([*prompt, *said, STOP, *suffix], SearchParams(n=n, beam_width=n)))
     return prompt, drawn, said, found
 
 
-def how_it_ends(drawn: Any) -> str:
-    return "length" if drawn.finish_reason == "length" else "stop" if drawn.token_ids[-1] == STOP else "eos"
-
-
-@pytest.mark.parametrize("ending", ["stop", "eos", "length"])
-def test_beams_go_on_behind_the_text(ending: str, service: Service, sdk: openai.OpenAI) -> None:
-    most = 3 if ending == "length" else 40
-    # the tiny model draws any token
-    seed = next(seed for seed in range(200) if how_it_ends(draw(service, seed, most)[1]) == ending)
+@pytest.mark.parametrize("room", [5, 0])
+@pytest.mark.parametrize("end", [STOP, EOS, None])
+def test_beams_go_on_behind_the_text(
+    end: int | None, room: int, service: Service, sdk: openai.OpenAI, texts: list[list[int]]
+) -> None:
+    """`room`: tokens that could still be drawn where a text ends by itself."""
+    if end is None:
+        seed, most = next(seed for seed, text in enumerate(texts) if len(text) > 3 + room), 3 + room
+    else:
+        length, seed = min((len(text), seed) for seed, text in enumerate(texts) if text[-1] == end)
+        most = length + room
     prompt, drawn, said, found = expected(service, seed, most, [8], 4)
     thinking = {"max_tokens": most, "temperature": 0.8, "seed": seed, "stop": "a", "suffix": "next"}
     completion = sdk.chat.completions.create(
@@ -67,7 +86,7 @@ def test_beams_go_on_behind_the_text(ending: str, service: Service, sdk: openai.
     assert used is not None and used.completion_tokens_details is not None
     assert used.completion_tokens_details.reasoning_tokens == len(drawn.token_ids)
     assert used.completion_tokens == len(drawn.token_ids) + 4 * 3
-    closing = 1 if ending == "stop" else 2  # the suffix, and the end token where it was not drawn
+    closing = 1 if end == STOP else 2  # the suffix, and the end token where it was not drawn
     assert used.prompt_tokens == len(prompt) + closing
     assert used.total_tokens == used.prompt_tokens + used.completion_tokens
 
@@ -133,6 +152,77 @@ def test_what_cannot_be_had_is_refused(service: Service, fields: Any, param: str
     assert answer.status == 400, answer.json
     error = answer.json["error"]
     assert (error["param"], error["code"]) == (param, code), error
+
+
+IMPOSSIBLE: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 65}, "beam_width", "beam_too_wide"),
+    ({"max_tokens": 2}, "max_new_tokens", "depth_mismatch"),
+    ({"policy": {"name": "none"}}, "policy.name", "unknown_policy"),
+    ({"policy": {"name": "scheduled", "widths": [4, 4, 1]}}, "n", "invalid_request"),
+    ({"normalizer": "legal", "logprobs": True, "top_logprobs": 2}, "top_logprobs", "invalid_request"),
+    ({"filters": {"where": [{"column": "none", "op": "==", "value": 1}]}}, "filters.where[0].column", "unknown_field"),
+    ({"filters": {"where": [{"column": "title", "op": "==", "value": 1}]}}, "filters.where[0].value", "type_mismatch"),
+    ({"filters": {"named": ["none"]}}, "filters.named[0]", "unknown_filter"),
+]
+
+
+@pytest.fixture(scope="module")
+def narrow(checkpoint: Path, catalog_file: Path) -> Iterator[Service]:
+    with running_service(checkpoint, catalog_file, max_beam_width=64) as service:
+        yield service
+        service.check()
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), IMPOSSIBLE)
+def test_nothing_is_drawn_for_a_search_that_is_refused(narrow: Service, fields: Any, param: str, code: str) -> None:
+    before = narrow.engine.stats().waves
+    body = {"messages": MESSAGES, "n": 2, "thinking": {"stop": "a"}} | fields
+    answer = narrow.post("/v1/chat/completions", body)
+    assert answer.status == 400, answer.json
+    error = answer.json["error"]
+    assert (error["param"], error["code"]) == (param, code), error
+    assert narrow.engine.stats().waves == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_drawn_where_nothing_may_be_found(stream: bool, service: Service, sdk: openai.OpenAI) -> None:
+    before = service.engine.stats().waves
+    extra = {"thinking": {"stop": "a"}, "filters": {"where": [{"column": "popularity", "op": "<", "value": -1}]}}
+    asked: dict[str, Any] = {"model": MODEL_NAME, "messages": MESSAGES, "n": 2, "extra_body": extra}
+    if stream:
+        (answer,) = sdk.chat.completions.create(stream=True, **asked)
+    else:
+        answer = sdk.chat.completions.create(**asked)
+        assert answer.usage.completion_tokens == 0
+    assert answer.choices == [] and answer.warnings == ["the filters leave no item"]
+    assert service.engine.stats().waves == before
+
+
+def test_both_searches_are_of_one_catalog_version(checkpoint: Path, tmp_path: Path) -> None:
+    """A version that comes while the text is drawn is for other requests."""
+    path = tiny.save_catalog(tmp_path / "items.jsonl")
+    every = [json.loads(row)["item_id"] for row in path.read_text().splitlines()]
+    body = {"messages": MESSAGES, "n": 2, "thinking": {"max_tokens": 40, "seed": 1, "stop": "a"}}
+
+    def items(answer: Answer) -> list[list[str]]:
+        return [choice["sglext"]["items"] for choice in answer.json["choices"]]
+
+    with running_service(checkpoint, path) as service, ThreadPoolExecutor() as pool:
+        catalogs = service.engine.catalogs
+        before, first = items(service.post("/v1/chat/completions", body)), catalogs.get("items")
+        kept = next(item for item in every if [item] not in before)
+        removed = [item for item in every if item != kept]
+        assert service.post("/v1/catalogs/items/items", {"remove": removed}).status == 200
+        second = catalogs.get("items")  # both are on the device from now on
+        assert first is not None and second is not None
+        catalogs.add(first)
+        with service.held():
+            answering = pool.submit(service.post, "/v1/chat/completions", body)
+            wait_until(lambda: len(service.engine._waiting) == 1)
+            catalogs.add(second)
+        assert items(answering.result()) == before
+        assert items(service.post("/v1/chat/completions", body)) == [[kept]]
+        service.check()
 
 
 def test_one_time_limit_holds_for_both(service: Service) -> None:

@@ -66,6 +66,14 @@ class CatalogArena(Ranges):
         """Versions that have a range."""
         return len(self._tries)
 
+    @property
+    def used_bytes(self) -> int:
+        return self.used * NODE_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        return self.size * NODE_BYTES
+
     def reserve(self, catalog: Catalog) -> None:
         """Give a catalog version a range, which it has for as long as somebody holds the catalog.
 

@@ -20,7 +20,7 @@ from widebeam.constraints.filters import MaskCache, check_named
 from widebeam.constraints.header import Header, HeaderMismatch, SidForm, base_name
 from widebeam.constraints.index import CatalogIndex, sort_order
 from widebeam.constraints.item_ids import ItemIds
-from widebeam.constraints.markers import Markers
+from widebeam.constraints.markers import Markers, without_markers
 from widebeam.constraints.rows import Metadata, Problems, Rows
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import NO_CATALOG
@@ -46,7 +46,7 @@ class Catalog:
     format: str
     """jsonl, parquet, minionerec or sid2pid."""
     sid_lengths: frozenset[int]
-    """Of SIDs when the catalog was loaded."""
+    """Levels of SIDs, when the catalog was loaded."""
     source: str
     """Where it came from, in words."""
     made_at: float
@@ -88,6 +88,8 @@ class Catalog:
         _check_unique(rows, problems)
         try:
             vocabulary = Vocabulary(token_id, vocab_size)
+            form = sid_form(rows, header)
+            rows = without_markers(rows, form, header, vocabulary, problems)
             codes, codebooks = encode_sids(rows, header, vocabulary, problems)
             problems.check()
             markers = Markers.of(header, vocabulary, codebooks)
@@ -108,7 +110,7 @@ class Catalog:
             codebooks=codebooks,
             header=header,
             header_place=place,
-            sid_form=sid_form(rows, header),
+            sid_form=form,
             markers=markers,
             format=rows.format,
             sid_lengths=frozenset(np.unique(rows.lengths).tolist()),

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from widebeam.constraints.header import MAX_DEPTH, Header, HeaderMismatch, Level, SidForm
-from widebeam.constraints.markers import without_markers
 from widebeam.constraints.rows import Problems, Rows
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -68,13 +67,12 @@ def encode_sids(
 ) -> tuple[np.ndarray, list[Codebook]]:
     """int32 [rows, depth] places in the codebooks, -1 behind a shorter SID, and the codebook of each level.
 
-    `known`: the codebooks of a catalog that these rows come to, one for each level, which must hold all their codes; no
-    SID of the rows is longer. What is wrong with single items goes to `problems`, and the result is of use only if
-    there are none. Raises HeaderMismatch for what is wrong with a level as a whole.
+    `rows` spell no markers. `known`: the codebooks of a catalog that these rows come to, one for each level, which must
+    hold all their codes; no SID of the rows is longer. What is wrong with single items goes to `problems`, and the
+    result is of use only if there are none. Raises HeaderMismatch for what is wrong with a level as a whole.
     """
     form = sid_form(rows, header)
     header.check_levels(form)
-    rows = without_markers(rows, form, header, vocabulary, problems)
     levels = header.levels or ()
     depth = len(known) or _depth(rows, levels, problems)
     starts = np.cumsum(rows.lengths) - rows.lengths

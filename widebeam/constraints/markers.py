@@ -44,9 +44,11 @@ class Markers:
 
 
 def without_markers(rows: Rows, form: SidForm, header: Header, vocabulary: Vocabulary, problems: Problems) -> Rows:
-    """The same rows where SIDs spell no marker, neither in front nor behind. Codes have none.
+    """The same rows where SIDs spell no marker, neither in front nor behind, so that lengths count levels. Codes have
+    none.
 
-    A SID of nothing else goes to `problems`.
+    A SID of nothing else goes to `problems`. Raises CatalogError for those, HeaderMismatch for a marker that is no
+    token.
     """
     declared = _declared(header)
     if not declared or form == "codes":

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from widebeam.constraints.header import PARQUET_KEY
 from widebeam.constraints.item_ids import ItemIds
+from widebeam.constraints.predicates import is_list
 from widebeam.constraints.rows import RESERVED, ArrowColumns, Problems, Rows
 from widebeam.errors import CatalogError
 
@@ -45,14 +46,14 @@ def read_parquet(path: Path) -> Rows:
     ids = read_item_ids(table.column("item_id"), problems, where)
     lengths, values, tokens = _sids(table.column("sid"), ids, problems, where)
     problems.check()
-    return Rows("parquet", ids, lengths, values, tokens, ArrowColumns(table.drop_columns(list(RESERVED))), where)
+    return Rows("parquet", ids, lengths, values, tokens, _metadata(path.name, table), where)
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
     """Raises CatalogError."""
     try:
         return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for names of columns
         raise CatalogError(f"{path.name}: not a readable parquet file: {one_line(error)}") from None
 
 
@@ -62,9 +63,15 @@ def read_columns(file: pq.ParquetFile, name: str, columns: list[str] | None = No
         groups = [file.read_row_group(group, columns) for group in range(file.num_row_groups)]
         if columns is not None:  # "a" is also read as the beginning of "a.b"
             groups = [group.select(columns) for group in groups]
-        return pa.concat_tables(groups or [file.schema_arrow.empty_table()])
+        table = pa.concat_tables(groups or [file.schema_arrow.empty_table()])
     except (pa.ArrowException, OSError) as error:
         raise CatalogError(f"{name}: cannot be read: {one_line(error)}") from None
+    for label, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            column.validate(full=True)  # reading checks neither that text is UTF-8 nor that places are inside
+        except pa.ArrowInvalid as error:
+            raise CatalogError(f"{name}: column {label!r} cannot be read: {one_line(error)}") from None
+    return table
 
 
 def one_line(error: Exception) -> str:
@@ -91,6 +98,30 @@ def _check_schema(name: str, schema: pa.Schema) -> None:
     is_list = pa.types.is_list(sid) or pa.types.is_large_list(sid) or pa.types.is_fixed_size_list(sid)
     if not (is_list and is_id(sid.value_type)):
         raise CatalogError(f"{name}: column 'sid' must hold lists of integers or of strings, not {sid}")
+
+
+def _metadata(name: str, table: pa.Table) -> ArrowColumns:
+    """The other columns, of types that can grow."""
+    columns: dict[str, pa.ChunkedArray] = {}
+    for label, column in zip(table.column_names, table.columns, strict=True):
+        if label not in RESERVED:
+            try:
+                columns[label] = column.cast(_growing(column.type))
+            except pa.ArrowException as error:
+                raise CatalogError(f"{name}: column {label!r} cannot be read: {one_line(error)}") from None
+    return ArrowColumns(pa.table(columns))
+
+
+def _growing(kind: pa.DataType) -> pa.DataType:
+    """The same type with room in its dictionaries for the values of items that come later."""
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(pa.int32(), kind.value_type, kind.ordered)
+    if not is_list(kind):
+        return kind
+    element = kind.value_field.with_type(_growing(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(element, kind.list_size)
+    return pa.large_list(element) if pa.types.is_large_list(kind) else pa.list_(element)
 
 
 def is_id(kind: pa.DataType) -> bool:

@@ -22,6 +22,7 @@ from widebeam.constraints.filters import check_named
 from widebeam.constraints.header import HeaderMismatch
 from widebeam.constraints.index import CatalogIndex, sort_order
 from widebeam.constraints.json_files import BadRow, Collector
+from widebeam.constraints.markers import without_markers
 from widebeam.constraints.rows import RESERVED, Metadata, Problems, Rows
 from widebeam.constraints.splice import Splice, equal_ranges
 from widebeam.errors import CatalogError, InvalidRequest
@@ -159,7 +160,7 @@ def _new_id(catalog: Catalog, item_id: int | str, where: str) -> int | str:
 
 
 def _rows(catalog: Catalog, collector: Collector) -> Rows:
-    """The batch as a file of its own, whose SIDs are of the form and of lengths that the catalog has."""
+    """The batch as a file of its own, whose SIDs are of the form that the catalog has."""
     ids, lengths, values, tokens = collector.columns()
     rows = Rows("jsonl", ids, lengths, values, tokens, catalog._metadata, lambda row: f"upsert[{row}]")
     if (tokens is not None) != (catalog.sid_form == "tokens"):
@@ -168,15 +169,6 @@ def _rows(catalog: Catalog, collector: Collector) -> Rows:
             f"upsert[0].sid: SIDs of catalog {catalog.name!r} are {catalog.sid_form}, not {given}",
             code="invalid_item",
             param="upsert[0].sid",
-        )
-    wrong = np.flatnonzero(~np.isin(lengths, list(catalog.sid_lengths)))
-    if wrong.size:
-        row = int(wrong[0])
-        known = " or ".join(map(str, sorted(catalog.sid_lengths)))
-        raise InvalidRequest(
-            f"upsert[{row}].sid has {lengths[row]} levels; SIDs of catalog {catalog.name!r} have {known}",
-            code="depth_mismatch",
-            param=f"upsert[{row}].sid",
         )
     return rows
 
@@ -187,13 +179,28 @@ def _encode(catalog: Catalog, batch: _Batch, vocabulary: Vocabulary) -> np.ndarr
         return np.zeros((catalog.depth, 0), np.int32)
     problems = Problems("upsert")
     try:
-        codes, _ = encode_sids(batch.rows, catalog.header, vocabulary, problems, catalog.codebooks)
+        rows = without_markers(batch.rows, catalog.sid_form, catalog.header, vocabulary, problems)
+        _check_lengths(catalog, rows.lengths)
+        codes, _ = encode_sids(rows, catalog.header, vocabulary, problems, catalog.codebooks)
         problems.check()
     except CatalogError as error:
         where = re.match(r"upsert\[\d+\]", error.problems[0])
         param = f"{where[0]}.sid" if where else "upsert"
         raise InvalidRequest(str(error), code="invalid_item", param=param) from None
     return np.ascontiguousarray(codes.T)
+
+
+def _check_lengths(catalog: Catalog, lengths: np.ndarray) -> None:
+    """Raise InvalidRequest for a SID of a length that those of the catalog's file do not have."""
+    wrong = np.flatnonzero(~np.isin(lengths, list(catalog.sid_lengths)))
+    if wrong.size:
+        row = int(wrong[0])
+        known = " or ".join(map(str, sorted(catalog.sid_lengths)))
+        raise InvalidRequest(
+            f"upsert[{row}].sid has {lengths[row]} levels; SIDs of catalog {catalog.name!r} have {known}",
+            code="depth_mismatch",
+            param=f"upsert[{row}].sid",
+        )
 
 
 def _arrange(

@@ -75,7 +75,7 @@ def _decide(
     A candidate that can end (stop token, or an item's SID) finishes if fewer than `width` survivors stand before it;
     the others survive until `width` do. Only the best `limit` = join * width candidates are ranked; if those hold fewer
     survivors than that, the search of the request ends and its survivors finish as they are. At a request's last level
-    its best candidates all finish.
+    its best candidates all finish; only greedy text, which is the same as a drawn one, tells a stop token from length.
     """
     width_P = width_B1[ranked.segment_P]
     if not shape.finishing:
@@ -84,11 +84,13 @@ def _decide(
 
     last_P = last_B1[ranked.segment_P]
     can_end_P, goes_on_P, reason_P = _ends(wave, trie, ranked)
+    if trie is None:
+        looks_P = wave.join_B1[ranked.segment_P] == 1  # of those with stop tokens, only greedy text
+        reason_P = torch.where(last_P & ~(can_end_P & looks_P), LENGTH, reason_P)
     can_end_P, goes_on_P = can_end_P | last_P, goes_on_P & ~last_P
     survive_P = ranked.real_P & goes_on_P
     before_P = count_before(survive_P, ranked)
     keep_P, finish_P = survive_P & (before_P < width_P), ranked.real_P & can_end_P & (before_P < width_P)
-    reason_P = torch.where(last_P & (trie is None), LENGTH, reason_P)
     if shape.stops:
         starved_P = _starved(shape, ranked, keep_P, limit_B1, width_B1)[ranked.segment_P] & ~last_P
         finish_P = finish_P | (keep_P & starved_P)

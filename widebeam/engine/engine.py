@@ -35,7 +35,7 @@ from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
 from widebeam.engine.stats import OUTCOMES, EngineStats, engine_stats
 from widebeam.engine.watchdog import Watchdog
-from widebeam.engine.wave import narrowed
+from widebeam.engine.wave import Search, narrowed
 from widebeam.engine.worker import Worker
 from widebeam.errors import (
     Aborted,
@@ -188,12 +188,8 @@ class Engine(Blocking):
         loop, now = asyncio.get_running_loop(), time.monotonic()
         if loop is not self._loop:
             raise RuntimeError("submit must run on the event loop that started the engine")
-        filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
-        params = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
-        catalog = catalog or self.catalogs.get(params.catalog)
-        if filters is not None and catalog is None:
-            raise InvalidRequest("filters need a catalog", param="filters")
-        search, warnings = admit(token_ids, params, catalog, self._limits)
+        search, warnings = self._admit(token_ids, params, catalog)
+        filters = params.filters
         self._budgets.take(search, now)
         timeout = params.timeout_ms / 1e3 if params.timeout_ms else None
         job = Job(search, now, now + timeout if timeout else None, warnings, priority=params.priority)
@@ -219,6 +215,28 @@ class Engine(Blocking):
             job.cancelled = True
             del self._waiting[job]
             self._budgets.give_back(search, time.monotonic())
+
+    def _admit(self, token_ids: Seq[int], params: SearchParams, catalog: Catalog | None) -> tuple[Search, list[str]]:
+        """A checked search, filters left aside, and warnings."""
+        filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
+        plain = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
+        catalog = catalog or self.catalogs.get(plain.catalog)
+        if filters is not None and catalog is None:
+            raise InvalidRequest("filters need a catalog", param="filters")
+        return admit(token_ids, plain, catalog, self._limits)
+
+    async def check(self, token_ids: Seq[int], params: SearchParams, *, catalog: Catalog | None = None) -> bool:
+        """Raise what `submit` would refuse, without searching. Whether the filters leave anything to be found."""
+        self._check_ready()
+        search, _ = self._admit(token_ids, params, catalog)
+        if params.filters is None or search.catalog is None:
+            return True
+        self._budgets.take(search, time.monotonic())  # as for `submit`: a condition may read a whole column
+        try:
+            mask, _ = await asyncio.to_thread(allowed_items, search.catalog, params.filters)
+        finally:
+            self._budgets.give_back(search, time.monotonic())
+        return mask.num_allowed > 0
 
     async def _narrow(self, job: Job, filters: Filters, future: asyncio.Future[SearchResult]) -> bool:
         """Keep a search to the items that filters allow, which are found off the event loop; whether there are any.

@@ -21,7 +21,7 @@ from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.header import base_name
 from widebeam.constraints.updates import Row, updated
-from widebeam.engine.catalog_watch import Fingerprint, fingerprint, watch
+from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, fingerprint, watch
 from widebeam.errors import CatalogError, Conflict, NotFound, Overloaded, RequestError, WideBeamError
 
 MOST_WAITING = 64
@@ -50,7 +50,7 @@ class LiveCatalogs:
     ) -> None:
         """`deepest`: levels that a SID may have here. `put` puts a catalog on the device."""
         self.stats = ChangeStats()
-        self.files: dict[str, tuple[Path, Fingerprint]] = {}
+        self.files: dict[str, tuple[CatalogFile, Fingerprint]] = {}
         """Of catalogs that were last loaded from a file that stays: which, and how it looked before it was read."""
         self._catalogs = catalogs
         self._vocabulary = vocabulary
@@ -62,19 +62,27 @@ class LiveCatalogs:
         self._watching: asyncio.Task[None] | None = None
 
     async def load(
-        self, path: str | Path, name: str | None = None, if_version: int | None = None, *, upload: str | None = None
+        self,
+        path: str | Path,
+        name: str | None = None,
+        if_version: int | None = None,
+        *,
+        below: str | None = None,
+        upload: str | None = None,
     ) -> Catalog:
         """Offer a catalog file under a name, by default that of the file; the next version where there is one.
 
+        `below`: a folder that the path is relative to and may not leave, now and whenever the file is loaded again.
         `upload`: the file is a temporary one, of this description; without a header of its own it gets that of the
-        version before. Raises CatalogError, Conflict, Overloaded.
+        version before. Raises CatalogError, Conflict, Overloaded, and InvalidRequest as `CatalogFile.find` does.
         """
-        path = Path(path)
-        name = base_name(path) if name is None else name
+        file = CatalogFile(str(path), below)
+        name = base_name(Path(path)) if name is None else name
         seen: Fingerprint = ()
 
         def build(current: Catalog | None) -> Catalog:
             nonlocal seen
+            path = file.find()
             seen = fingerprint(path)
             if upload is not None and current is not None:
                 path.with_name("catalog.json").write_bytes(msgspec.json.encode(current.header))
@@ -83,12 +91,13 @@ class LiveCatalogs:
             self._check(catalog, path)
             return replace(catalog, source=str(path) if upload is None else upload)
 
-        catalog = await self._change(name, build, if_version)
-        if upload is None:
-            self.files[name] = path, seen
-        else:
-            self.files.pop(name, None)
-        return catalog
+        def offered() -> None:
+            if upload is None:
+                self.files[name] = file, seen
+            else:
+                self.files.pop(name, None)
+
+        return await self._change(name, build, if_version, offered=offered)
 
     async def update(
         self, name: str, upsert: Iterable[Row], remove: Sequence[int | str], if_version: int | None = None
@@ -128,20 +137,31 @@ class LiveCatalogs:
         if self._catalogs.get(name) is None:
             raise NotFound(f"no catalog is called {name!r}", code="unknown_catalog", param="catalog")
 
-    async def _change(self, name: str, build: Build, if_version: int | None, numbered: bool = False) -> Catalog:
+    async def _change(
+        self,
+        name: str,
+        build: Build,
+        if_version: int | None,
+        *,
+        numbered: bool = False,
+        offered: Callable[[], None] = lambda: None,
+    ) -> Catalog:
+        """`numbered`: what `build` makes has a number. `offered` is called at once when new searches get it."""
         if self._waiting.total() >= MOST_WAITING:
             raise Overloaded(f"{MOST_WAITING} changes of catalogs wait already", retry_after_s=1.0)
         self._waiting[name] += 1
-        task = asyncio.create_task(self._in_turn(name, build, if_version, numbered))
+        task = asyncio.create_task(self._in_turn(name, build, if_version, numbered, offered))
         self._tasks.add(task)  # the loop itself would forget it
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def _in_turn(self, name: str, build: Build, if_version: int | None, numbered: bool) -> Catalog:
+    async def _in_turn(
+        self, name: str, build: Build, if_version: int | None, numbered: bool, offered: Callable[[], None]
+    ) -> Catalog:
         outcome = RequestError.code
         try:
             async with self._turns.setdefault(name, asyncio.Lock()):
-                catalog = await self._replace(name, build, if_version, numbered)
+                catalog = await self._replace(name, build, if_version, numbered, offered)
             outcome = "ok"
             return catalog
         except WideBeamError as error:
@@ -153,7 +173,9 @@ class LiveCatalogs:
             if not self._waiting[name]:
                 del self._waiting[name], self._turns[name]
 
-    async def _replace(self, name: str, build: Build, if_version: int | None, numbered: bool) -> Catalog:
+    async def _replace(
+        self, name: str, build: Build, if_version: int | None, numbered: bool, offered: Callable[[], None]
+    ) -> Catalog:
         current = self._catalogs.get(name) if name in self._catalogs.names() else None
         version = 0 if current is None else current.version
         if if_version is not None and if_version != version:
@@ -171,6 +193,7 @@ class LiveCatalogs:
         built = time.perf_counter()
         await self._put(catalog)
         self._catalogs.add(catalog)
+        offered()
         self.stats.build_s[name], self.stats.swap_s[name] = built - started, time.perf_counter() - built
         return catalog
 

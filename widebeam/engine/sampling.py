@@ -111,7 +111,7 @@ def sample(core: Core, wave: WaveData, draws: Draws, shape: LevelShape, level: i
     last_D = wave.levels_B1[request_D] - 1 == level
     stop_D = torch.zeros_like(last_D) if wave.stop_BV is None else wave.stop_BV[request_D, token_D]
     ends_D = live_D & (last_D | stop_D)
-    reason_D = torch.where(last_D, LENGTH, STOP)
+    reason_D = torch.where(stop_D, STOP, LENGTH)
     _finish(state, wave, shape, level, first_B1, (ends_D, parent_D, token_D, logprob_D, cum_D, reason_D))
     if shape.rows_out:
         width_B1 = torch.where(level < wave.levels_B1 - 1, wave.finished_B1, 0)

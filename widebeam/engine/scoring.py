@@ -40,7 +40,8 @@ def vocabulary_candidates(
     Sorting [R, V] would cost more than the network. So the vocabulary is cut in N columns of E consecutive tokens: only
     a request's `limit` best columns, ranked by their best token, can hold one of its `limit` best tokens, because a
     token of any other column stands behind the best of each of those. `num_columns` bounds their number in all. Under a
-    cap that holds for columns that are within it: their best tokens are, too.
+    cap that holds for columns and tokens that are within it: of each first code min(cap, columns ahead) stand before a
+    token's column, and min(cap, tokens ahead) before the token, which are no fewer.
     """
     logits_RV = model.logits(hidden_RH)
     V, E = logits_RV.shape[1], COLUMN

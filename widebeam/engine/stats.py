@@ -122,6 +122,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Most that one wave has held."""
     beam_slots: int
     beam_slots_high_water: int
+    catalog_bytes_in_use: int
+    """Of the arena: held by catalog versions, and by those let go since the last one came."""
+    catalog_bytes: int
+    """--catalog-memory-gib."""
     distributions: Distributions
 
 
@@ -131,7 +135,7 @@ def engine_stats(
     """Put together what the parts of an engine count."""
     in_use, refused, scheduler = budgets.in_use, budgets.refused, worker.scheduler
     on_device = worker.on_device
-    context, beams = runtime.core.context, runtime.core.beams
+    context, beams, catalogs = runtime.core.context, runtime.core.beams, runtime.core.catalogs
     return EngineStats(
         requests_in_flight=in_use["requests"],
         rows_in_flight=in_use["rows"],
@@ -165,5 +169,7 @@ def engine_stats(
         context_pages_high_water=context.high_water,
         beam_slots=beams.size,
         beam_slots_high_water=beams.high_water,
+        catalog_bytes_in_use=catalogs.used_bytes,
+        catalog_bytes=catalogs.size_bytes,
         distributions=scheduler.distributions.copy(),
     )

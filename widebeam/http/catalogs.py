@@ -82,9 +82,15 @@ async def put_catalog(request: web.Request) -> web.Response:
         if query.if_version is not UNSET:
             raise InvalidRequest("without format, if_version belongs into the body", param="if_version")
         body = decode(_PUT, await read_body(request))
-        path = await asyncio.to_thread(_below_root, request.app[SERVER_CONFIG].catalog_root, body.path)
+        root = request.app[SERVER_CONFIG].catalog_root
+        if root is None:
+            raise InvalidRequest(
+                "this server loads no files by their path (--catalog-root): upload it, with `format` in the query",
+                code="no_catalog_root",
+                param="path",
+            )
         with _file_errors("path"):
-            catalog = await engine.live.load(path, name, body.if_version)
+            catalog = await engine.live.load(body.path, name, body.if_version, below=root)
     else:
         if_version = None if query.if_version is UNSET else query.if_version
         with _file_errors("body"):
@@ -151,27 +157,6 @@ def _file_errors(param: str) -> Iterator[None]:
         yield
     except CatalogError as error:
         raise InvalidRequest(str(error), code="invalid_catalog", param=param) from None
-
-
-def _below_root(root: str | None, path: str) -> Path:
-    """The file of that relative path, wherever links lead; all that is not below the root is refused alike. Blocks."""
-    if root is None:
-        raise InvalidRequest(
-            "this server loads no files by their path (--catalog-root): upload it, with `format` in the query",
-            code="no_catalog_root",
-            param="path",
-        )
-    base, given = Path(root).resolve(), Path(path)
-    try:
-        file = (base / given).resolve()
-        below = not given.is_absolute() and ".." not in given.parts and file.is_relative_to(base) and file.is_file()
-    except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a zero byte
-        below = False
-    if not below:
-        raise InvalidRequest(
-            f"{path!r} is not the relative path of a file below the catalog root", code="invalid_path", param="path"
-        )
-    return file
 
 
 async def _upload(request: web.Request, engine: Engine, name: str, file: str, if_version: int | None) -> Catalog:

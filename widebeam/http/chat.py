@@ -22,16 +22,13 @@ from widebeam.http.openai import (
     ChatResponse,
     Logprobs,
     OpenAIResponse,
-    ReasoningChoice,
-    ReasoningChunk,
-    ReasoningDelta,
     TemplateOptions,
     TokenLogprob,
     TopLogprob,
 )
 from widebeam.http.sequences import Spelling, Text, run_plan, usage
 from widebeam.http.stop_strings import UNFINISHED
-from widebeam.http.thinking import Thought, think
+from widebeam.http.thinking import think
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -53,7 +50,7 @@ async def chat_completions(request: web.Request) -> web.Response:
     )
     plan.fill_context = max_tokens is None and not plan.beams
     prompt_ids = await _prompt_ids(engine, body)
-    thought = None if body.thinking is None else await think(request, engine, body, prompt_ids, plan)
+    thought = await think(request, engine, body, prompt_ids, plan)
     if thought is not None:
         prompt_ids = thought.prompt_ids
     result, choices = await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, *found))
@@ -77,13 +74,8 @@ async def chat_completions(request: web.Request) -> web.Response:
         return json_response(answer)
     deltas = [msgspec.structs.replace(choice, message=UNSET, delta=choice.message) for choice in choices]
     chunk = msgspec.structs.replace(answer, object="chat.completion.chunk", choices=deltas, usage=UNSET)
-    parts: list[OpenAIResponse] = [chunk] if thought is None else [_reasoning(answer, thought), chunk]
+    parts: list[OpenAIResponse] = [chunk] if thought is None else [thought.chunk(answer), chunk]
     return event_stream(chunks(parts, used, body.stream_options))
-
-
-def _reasoning(answer: ChatResponse, thought: Thought) -> ReasoningChunk:
-    choice = ReasoningChoice(delta=ReasoningDelta(reasoning_content=thought.text))
-    return ReasoningChunk(id=answer.id, created=answer.created, model=answer.model, choices=[choice])
 
 
 def _check(body: ChatRequest) -> None:

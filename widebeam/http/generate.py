@@ -147,7 +147,7 @@ def _plan(engine: Engine, body: GenerateRequest, fields: SamplingParams, top_log
 
 async def _run(request: web.Request, engine: Engine, job: Job) -> list[GenerateResponse]:
     prompt_ids = await engine.encode(job.prompt) if isinstance(job.prompt, str) else job.prompt
-    catalog = engine.catalogs.get(job.plan.params.catalog)
+    catalog = job.plan.catalog
     if job.prompt_ids_wanted and prompt_ids and catalog is not None:  # what is shown is what was searched
         prompt_ids = catalog.markers.opened(np.array(prompt_ids)).tolist()
     _, answers = await run_plan(request, engine, prompt_ids, job.plan, lambda *found: _answers(job, prompt_ids, *found))

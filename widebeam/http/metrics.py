@@ -57,6 +57,8 @@ _GAUGES = {
     "context_pages_high_water": "Most context pages that one wave has held",
     "beam_slots": "Beam slots of the pool",
     "beam_slots_high_water": "Most beam slots that one wave has held",
+    "catalog_bytes_in_use": "Device memory that catalog versions hold",
+    "catalog_bytes": "Device memory for catalogs",
 }
 _HISTOGRAMS = {
     "wave_requests": "Searches of a wave",

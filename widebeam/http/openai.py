@@ -23,7 +23,7 @@ from widebeam.http.protocol import (
     TimeoutMs,
     Usage,
 )
-from widebeam.http.sampling import Levels, SamplingFields, Seed, StopString
+from widebeam.http.sampling import Levels, SamplingFields, StopString, Thinking
 from widebeam.policies import PolicySpec
 
 LABELS = (
@@ -70,22 +70,6 @@ class TemplateOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 
     enable_thinking: bool | None = None
     """Qwen3: false starts the answer behind an empty thought."""
-
-
-class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A text that is drawn before the search, which goes on behind it. null means the default."""
-
-    max_tokens: Levels | None = None
-    """None: as many as there is room for, at most --max-levels."""
-    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    """None: 1."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    seed: Seed | None = None
-    """The same seed draws the same text. None: another each time."""
-    stop: Annotated[str, Meta(min_length=1, max_length=256)] | TokenId | None = None
-    """The one token that ends it, and is put behind a text that ends otherwise. None: `</think>`."""
-    suffix: Annotated[str, Meta(max_length=1024)] | None = None
-    """Text between that token and the item. None: an empty line, as Qwen3's chat template has it."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -238,17 +222,6 @@ class ChatChoice(Choice, kw_only=True):
         return said.content if said else ""
 
 
-class ReasoningDelta(msgspec.Struct, kw_only=True):
-    reasoning_content: str
-    role: str = "assistant"
-
-
-class ReasoningChoice(msgspec.Struct, kw_only=True):
-    delta: ReasoningDelta
-    index: int = 0
-    finish_reason: None = None
-
-
 class CompletionChoice(Choice, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -268,13 +241,6 @@ class ChatResponse(OpenAIResponse, kw_only=True):
     object: Literal["chat.completion", "chat.completion.chunk"]
     choices: list[ChatChoice]
     beam_details: list[LevelBeams] | UnsetType = UNSET
-
-
-class ReasoningChunk(OpenAIResponse, kw_only=True):
-    """The first chunk of a stream with thinking."""
-
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ReasoningChoice]
 
 
 class CompletionResponse(OpenAIResponse, kw_only=True):

@@ -77,6 +77,22 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.__struct_encode_fields__[self.__struct_fields__.index(name)]
 
 
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text that is drawn before the search, which goes on behind it. null means the default."""
+
+    max_tokens: Levels | None = None
+    """None: as many as there is room for, at most --max-levels."""
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    """None: 1."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Seed | None = None
+    """The same seed draws the same text. None: another each time."""
+    stop: Annotated[str, Meta(min_length=1, max_length=256)] | TokenId | None = None
+    """The one token that ends it, and is put behind a text that ends otherwise. None: `</think>`."""
+    suffix: Annotated[str, Meta(max_length=1024)] | None = None
+    """Text between that token and the item. None: an empty line, as Qwen3's chat template has it."""
+
+
 class BeamPlan(msgspec.Struct, frozen=True):
     """`width` None: the widths of the policy. Neither beams nor a catalog: `n` texts of one beam each."""
 

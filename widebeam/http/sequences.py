@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from aiohttp import web
 
-from widebeam.engine.request import SearchParams
+from widebeam.engine.request import NO_CATALOG, SearchParams
 from widebeam.engine.results import rows_of
 from widebeam.errors import InvalidRequest
 from widebeam.http.keys import FACTS, METRICS
@@ -31,6 +31,8 @@ class Plan(msgspec.Struct, kw_only=True):
     """A body that was checked, but for its prompt."""
 
     params: SearchParams
+    catalog: Catalog | None
+    """The version to search, however long the prompt takes to be made."""
     fields: SamplingFields
     beams: bool
     """The answer has the form of a beam search."""
@@ -61,12 +63,12 @@ def plan_search(
     request_id: str,
     where: str = "",
 ) -> Plan:
-    """What the fields ask for; `where` is the path to those of sampling. Raises InvalidRequest."""
-    catalog_in_use = engine.catalogs.get(options.catalog) is not None
-    plan = beam_plan(fields, options.policy, catalog_in_use, where)
+    """What the fields ask for; `where` is the path to those of sampling. Raises InvalidRequest or NotFound."""
+    catalog = engine.catalogs.get(options.catalog)
+    plan = beam_plan(fields, options.policy, catalog is not None, where)
     vocab_size = engine.model_config.vocab_size
     sampling, warnings = None, []
-    if plan.beams or catalog_in_use:
+    if plan.beams or catalog is not None:
         token_bias(fields, vocab_size, where)
         warnings = without_effect(fields, where)
     else:
@@ -80,7 +82,7 @@ def plan_search(
         beam_width=plan.width,
         max_new_tokens=max_new_tokens,
         policy=options.policy,
-        catalog=options.catalog,
+        catalog=NO_CATALOG if catalog is None else catalog.name,
         filters=options.filters,
         normalizer=options.normalizer,
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
@@ -94,7 +96,7 @@ def plan_search(
         priority=options.priority or 0,
         request_id=request_id,
     )
-    return Plan(params=params, fields=fields, beams=plan.beams, warnings=warnings)
+    return Plan(params=params, catalog=catalog, fields=fields, beams=plan.beams, warnings=warnings)
 
 
 async def run_plan(
@@ -108,8 +110,7 @@ async def run_plan(
 
     Thousands of beams take long enough to spell that the event loop must not wait for them: `form` runs on a thread.
     """
-    params = plan.params
-    catalog = engine.catalogs.get(params.catalog)
+    params, catalog = plan.params, plan.catalog
     if plan.fill_context and catalog is None:
         room = min(engine.config.max_levels, engine.max_context_len - len(prompt_ids))
         params = msgspec.structs.replace(params, max_new_tokens=max(1, room))

@@ -6,15 +6,17 @@ The two are searches of their own: the second one's prompt holds the text, and i
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
 from aiohttp import web
 
 from widebeam.engine.request import NO_CATALOG, Sampling, SearchParams
 from widebeam.errors import InvalidRequest
 from widebeam.http.keys import METRICS
-from widebeam.http.openai import ChatRequest, Thinking
+from widebeam.http.openai import ChatRequest, ChatResponse, OpenAIResponse
 from widebeam.http.protocol import CompletionDetails, Usage
+from widebeam.http.sampling import Thinking
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
@@ -25,6 +27,24 @@ if TYPE_CHECKING:
 END = "</think>"
 SUFFIX = "\n\n"
 """What Qwen3's chat template writes behind a thought."""
+
+
+class ReasoningDelta(msgspec.Struct, kw_only=True):
+    reasoning_content: str
+    role: str = "assistant"
+
+
+class ReasoningChoice(msgspec.Struct, kw_only=True):
+    delta: ReasoningDelta
+    index: int = 0
+    finish_reason: None = None
+
+
+class ReasoningChunk(OpenAIResponse, kw_only=True):
+    """The first chunk of a stream with thinking."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ReasoningChoice]
 
 
 class Thought(NamedTuple):
@@ -48,19 +68,31 @@ class Thought(NamedTuple):
             completion_tokens_details=CompletionDetails(reasoning_tokens=drawn),
         )
 
+    def chunk(self, answer: ChatResponse) -> ReasoningChunk:
+        """What a stream of the answer says first."""
+        choice = ReasoningChoice(delta=ReasoningDelta(reasoning_content=self.text))
+        return ReasoningChunk(id=answer.id, created=answer.created, model=answer.model, choices=[choice])
 
-async def think(request: web.Request, engine: Engine, body: ChatRequest, prompt_ids: list[int], plan: Plan) -> Thought:
-    """Draw the text that `body.thinking`, which is given, asks for. Raises RequestError."""
-    asked = body.thinking or Thinking()
-    catalog = engine.catalogs.get(plan.params.catalog)
+
+async def think(
+    request: web.Request, engine: Engine, body: ChatRequest, prompt_ids: list[int], plan: Plan
+) -> Thought | None:
+    """Draw the text that `body.thinking` asks for. None: it asks for none, or the filters leave nothing to be found
+    behind one. Raises RequestError, before anything is drawn also for what is wrong with the search behind it."""
+    asked, catalog = body.thinking, plan.catalog
+    if asked is None:
+        return None
     if catalog is None:
         raise InvalidRequest("thinking needs a catalog, whose items are searched behind it", param="thinking")
     if body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking is False:
         raise InvalidRequest("thinking contradicts chat_template_kwargs.enable_thinking", param="thinking")
     end = _end_token(engine, asked)
-    suffix = await _suffix(engine, asked)
+    closing = [end, *await _suffix(engine, asked)]
+    max_tokens = _max_tokens(engine, asked, catalog, len(prompt_ids) + len(closing))
+    if not await engine.check([*prompt_ids, *closing], plan.params, catalog=catalog):
+        return None
     params = SearchParams(
-        max_new_tokens=_max_tokens(engine, asked, catalog, len(prompt_ids) + 1 + len(suffix)),
+        max_new_tokens=max_tokens,
         catalog=NO_CATALOG,
         stop_token_ids=(end,),
         sampling=Sampling(
@@ -82,7 +114,7 @@ async def think(request: web.Request, engine: Engine, body: ChatRequest, prompt_
     return Thought(
         result=result,
         text=text.strip().removeprefix("<think>").strip(),
-        prompt_ids=[*prompt_ids, *said, end, *suffix],
+        prompt_ids=[*prompt_ids, *said, *closing],
         kept=len(said) + (drawn[len(said) :] == [end]),
     )
 
