@@ -41,7 +41,7 @@ def test_engine_knows_nothing_of_http(path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     ["widebeam.client", "widebeam.http.protocol", "widebeam.engine.scheduler", "widebeam.engine.admission",
-     "widebeam.constraints.catalog", "widebeam.policies"],
+     "widebeam.constraints.catalog", "widebeam.policies", "widebeam.kv.prefix_cache"],
 )  # fmt: skip
 def test_light_modules_import_no_torch(module: str) -> None:
     """In a fresh process: neither directly nor through anything that they import."""
