@@ -80,7 +80,7 @@ class EvictionQueue:
     def add(self, page: CachedPage) -> None:
         self._next_turn += 1
         self._turns[page] = self._next_turn
-        if False:
+        if page.keep_until > self._clock():
             self._push(self._kept, page.keep_until, page)
         else:
             self._push(self._ranked, self._policy(page), page)
