@@ -328,6 +328,11 @@ class Engine(Blocking):
         """The model, and what was chosen for it at start: dtype, device, attention backend and quantisation."""
         return {"model": self.config.model, **self._runtime.info}
 
+    async def flush_prefixes(self) -> None:
+        """Nothing that was computed for prompts so far is used again. Waits for the wave that is launched."""
+        self._check_ready()
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.flush_prefixes()))
+
     async def check_integrity(self) -> None:
         """Raises RuntimeError if anything leaks. Waits for the wave that runs."""
         await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.check_integrity()))

@@ -135,6 +135,8 @@ class SearchResult(msgspec.Struct, kw_only=True):
     request_id: str
     sequences: list[Sequence]
     prompt_tokens: int
+    cached_tokens: int = 0
+    """The first of them, which were in the prefix cache."""
     widths: tuple[int, ...]
     """Beams that each level could have at most: as asked, but no more than are legal."""
     normalizer: Normalizer

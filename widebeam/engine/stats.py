@@ -122,6 +122,17 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Most that one wave has held."""
     beam_slots: int
     beam_slots_high_water: int
+    prefix_searches: dict[str, int]
+    """Prompts that could share pages, by whether they found any in the prefix cache: hit or miss."""
+    prefix_hit_tokens: int
+    """Prompt tokens that were not computed again, and next those that were."""
+    prefix_miss_tokens: int
+    prefix_evicted_pages: int
+    """Cached pages that made room, and next those that a flush dropped."""
+    prefix_flushed_pages: int
+    prefix_cached_pages: int
+    prefix_idle_pages: int
+    """Of these, the ones that no wave holds."""
     distributions: Distributions
 
 
@@ -131,7 +142,7 @@ def engine_stats(
     """Put together what the parts of an engine count."""
     in_use, refused, scheduler = budgets.in_use, budgets.refused, worker.scheduler
     on_device = worker.on_device
-    context, beams = runtime.core.context, runtime.core.beams
+    context, beams, prefix = runtime.core.context, runtime.core.beams, runtime.prefix_stats
     return EngineStats(
         requests_in_flight=in_use["requests"],
         rows_in_flight=in_use["rows"],
@@ -165,5 +176,12 @@ def engine_stats(
         context_pages_high_water=context.high_water,
         beam_slots=beams.size,
         beam_slots_high_water=beams.high_water,
+        prefix_searches={"hit": prefix.hit_requests, "miss": prefix.miss_requests},
+        prefix_hit_tokens=prefix.hit_tokens,
+        prefix_miss_tokens=prefix.miss_tokens,
+        prefix_evicted_pages=prefix.evicted_pages,
+        prefix_flushed_pages=prefix.flushed_pages,
+        prefix_cached_pages=prefix.cached_pages,
+        prefix_idle_pages=prefix.idle_pages,
         distributions=scheduler.distributions.copy(),
     )

@@ -179,6 +179,7 @@ def _answer(
         **msgspec.structs.asdict(best.meta_info),
         id=result.request_id,
         prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.cached_tokens,
         completion_tokens=completion_tokens,
         normalizer=result.normalizer,
         input_token_logprobs=[] if job.logprobs else UNSET,

@@ -70,7 +70,7 @@ _GENERATE = Operation(
 )
 _MODEL_INFO = Operation("Facts about the model", _FACTS, failures=(503,))
 _SERVER_INFO = Operation("Effective settings and statistics", _FACTS, failures=(503,))
-_FLUSH_CACHE = Operation("Nothing: there is no prefix cache", str)
+_FLUSH_CACHE = Operation("Empties the prefix cache", str, failures=(503,))
 
 OPERATIONS = {
     ("POST", "/v1/recommend"): Operation(

@@ -95,6 +95,13 @@ class CompletionDetails(msgspec.Struct, kw_only=True):
     reasoning_tokens: int
 
 
+class PromptDetails(msgspec.Struct, kw_only=True):
+    """What is part of `prompt_tokens`."""
+
+    cached_tokens: int
+    """Not computed again: they were in the prefix cache."""
+
+
 class CatalogInfo(msgspec.Struct, kw_only=True):
     """A catalog as new searches get it."""
 
@@ -171,6 +178,7 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
     """With thinking."""
 

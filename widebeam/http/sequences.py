@@ -13,7 +13,7 @@ from widebeam.engine.request import SearchParams
 from widebeam.engine.results import rows_of
 from widebeam.errors import InvalidRequest
 from widebeam.http.keys import FACTS, METRICS
-from widebeam.http.protocol import SearchOptions, Usage
+from widebeam.http.protocol import PromptDetails, SearchOptions, Usage
 from widebeam.http.sampling import SamplingFields, beam_plan, text_sampling, token_bias, without_effect
 from widebeam.http.stop_strings import Stop, find_stop
 
@@ -200,4 +200,9 @@ def usage(*results: SearchResult) -> Usage:
     """Sums over searches: each prompt once, and all sequences."""
     prompt = sum(result.prompt_tokens for result in results)
     completion = sum(result.completion_tokens for result in results)
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(result.cached_tokens for result in results)),
+    )

@@ -106,7 +106,7 @@ class RequestMeta(BeamMeta, kw_only=True):
     completion_tokens: int
     e2e_latency: float
     response_sent_to_client_ts: float
-    cached_tokens: int = 0
+    cached_tokens: int
     reasoning_tokens: int = 0
     num_retractions: int = 0
     weight_version: str = "default"

@@ -1,0 +1,134 @@
+"""The prefix cache over HTTP: what is told of it, who shares with whom, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.http.service import Service, running_service, wait_until
+from tests.http.test_metrics import Growth
+
+PAGE = 4
+IDS = [*range(7, 30)]
+"""A prompt of 23 tokens, of which 5 pages can be shared."""
+CACHED = 20
+RECOMMEND, GENERATE, CHAT, COMPLETIONS = "/v1/recommend", "/generate", "/v1/chat/completions", "/v1/completions"
+ROUTES = (RECOMMEND, GENERATE, CHAT, COMPLETIONS)
+SETTINGS: dict[str, Any] = {"prefix_cache": "on", "page_size": PAGE, "max_total_tokens": 512, "max_context_len": 128}
+
+
+@pytest.fixture(scope="module")
+def shared_cached(checkpoint: Path, catalog_file: Path) -> Iterator[Service]:
+    with running_service(checkpoint, catalog_file, **SETTINGS) as service:
+        yield service
+
+
+@pytest.fixture
+def cached(shared_cached: Service) -> Iterator[Service]:
+    """With a prefix cache, which is empty."""
+    shared_cached.thread.run(shared_cached.engine.flush_prefixes())
+    yield shared_cached
+    shared_cached.check()
+
+
+def ask(service: Service, route: str, ids: list[int], headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    named = "prompt" if route == COMPLETIONS else "input_ids"
+    answer = service.post(route, {named: ids, **fields}, headers)
+    assert answer.status == 200, answer.content
+    return answer.json
+
+
+def told(answer: Any) -> int:
+    """`cached_tokens` of an answer of any dialect."""
+    if "meta_info" in answer:
+        return int(answer["meta_info"]["cached_tokens"])
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+# What is told
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_prompt_that_comes_again_is_found(cached: Service, service: Service, route: str) -> None:
+    """Whatever route it came by; the answer is that of a server without the cache."""
+    first = ask(cached, GENERATE, IDS)
+    again = ask(cached, route, IDS)
+    longer = ask(cached, route, [*IDS, 7, 8])
+    other = ask(cached, route, [30, *IDS])
+    assert [told(answer) for answer in (first, again, longer, other)] == [0, CACHED, CACHED, 0]
+    cold = ask(service, route, IDS)
+    assert told(cold) == 0
+    if route == RECOMMEND:
+        assert [item["id"] for item in again["items"]] == [item["id"] for item in cold["items"]]
+    elif route == GENERATE:
+        assert again["output_ids"] == cold["output_ids"]
+    else:
+        assert len(again["choices"]) == 1
+        assert again["choices"][0].get("text") == cold["choices"][0].get("text")
+        assert again["choices"][0].get("message") == cold["choices"][0].get("message")
+
+
+def test_usage_is_a_sum_over_the_prompts(cached: Service) -> None:
+    ask(cached, GENERATE, IDS)
+    batch = cached.post(COMPLETIONS, {"prompt": [IDS, [30, *IDS], [*IDS[:9], 40]], "n": 2}).json
+    assert told(batch) == CACHED + 0 + 8
+    listed = cached.post(GENERATE, {"input_ids": [IDS, IDS[:9]]}).json
+    assert [told(answer) for answer in listed] == [CACHED, 8]
+
+
+def test_thinking_tells_what_was_there_before(cached: Service) -> None:
+    """And not what its own search behind it found."""
+    body = {"input_ids": IDS, "n": 2, "thinking": {"max_tokens": 6, "stop": "a", "suffix": "", "seed": 1}}
+    grown = Growth(cached)
+    found = [cached.post(CHAT, body).json for _ in range(2)]
+    assert [told(answer) for answer in found] == [0, CACHED]
+    assert [choice["message"]["content"] for choice in found[0]["choices"]] == [
+        choice["message"]["content"] for choice in found[1]["choices"]
+    ]
+    grown.look()
+    assert grown.by("prefix_searches_total") == {"miss": 1, "hit": 3}
+
+
+def test_metrics_add_up(cached: Service) -> None:
+    grown = Growth(cached)
+    ask(cached, RECOMMEND, IDS)
+    ask(cached, RECOMMEND, IDS)
+    ask(cached, RECOMMEND, [7])
+    ask(cached, CHAT, [*IDS, 40, 41])
+    grown.look()
+    assert grown.by("prefix_searches_total") == {"hit": 2, "miss": 2}
+    assert grown.of("prefix_hit_tokens_total") == 2 * CACHED
+    assert grown.of("prefix_miss_tokens_total") == 23 + 3 + 1 + 5
+    assert grown.of("prefix_cached_pages") == grown.of("prefix_idle_pages") == 6
+    assert grown.of("prefix_evicted_pages_total") == grown.of("prefix_flushed_pages_total") == 0
+    pages = SETTINGS["max_total_tokens"] // PAGE
+    for first in range(7, 7 + pages // 16 + 1):
+        ask(cached, RECOMMEND, [first] * (16 * PAGE + 1))
+    grown.look()
+    assert grown.of("prefix_evicted_pages_total") > 0
+    assert pages - 17 <= grown.of("prefix_cached_pages") <= pages
+
+
+# What ends it
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_flush_forgets_everything(cached: Service, method: str) -> None:
+    """As SGLang's clients ask for it, in the middle of requests too."""
+    ask(cached, RECOMMEND, IDS)
+    grown = Growth(cached)
+    with ThreadPoolExecutor(1) as pool, cached.held():
+        running = pool.submit(ask, cached, RECOMMEND, IDS)
+        wait_until(lambda: cached.engine.stats().requests_in_flight == 1)
+    assert told(running.result(30)) == CACHED
+    answer = cached.call(method, "/flush_cache?timeout=60")
+    assert answer.status == 200 and answer.content == b"Cache flushed.\n"
+    assert answer.headers["content-type"].startswith("text/plain")
+    grown.look()
+    assert grown.of("prefix_flushed_pages_total") == 5 and grown.after["widebeam_prefix_cached_pages", ()] == 0
+    assert told(ask(cached, RECOMMEND, IDS)) == 0
+    assert told(ask(cached, RECOMMEND, IDS)) == CACHED
