@@ -86,6 +86,7 @@ class AsyncClient(CatalogCalls):
         unknown_items: Literal["ignore", "refuse"] = "ignore",
         filters: Filters | dict[str, Any] | None = None,
         exclude_history: bool = False,
+        cache_salt: str | None = None,
         priority: int | None = None,
         request_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
@@ -110,6 +111,7 @@ class AsyncClient(CatalogCalls):
             "unknown_items": unknown_items,
             "filters": filters,
             "exclude_history": exclude_history,
+            "cache_salt": cache_salt,
             "priority": priority,
             "request_id": request_id,
         }

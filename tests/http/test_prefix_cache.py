@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.http.service import Service, running_service, wait_until
+from tests.http.test_auth import ADMIN, OTHER, USER, bearer, key_file
 from tests.http.test_metrics import Growth
 
 PAGE = 4
@@ -111,6 +112,73 @@ def test_metrics_add_up(cached: Service) -> None:
     grown.look()
     assert grown.of("prefix_evicted_pages_total") > 0
     assert pages - 17 <= grown.of("prefix_cached_pages") <= pages
+
+
+# Who shares with whom
+
+
+@pytest.fixture(scope="module")
+def shared_closed(checkpoint: Path, catalog_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    keys = key_file(tmp_path_factory.mktemp("keys"), USER, OTHER)
+    admins = key_file(tmp_path_factory.mktemp("keys"), ADMIN)
+    with running_service(checkpoint, catalog_file, api_key_file=keys, admin_api_key_file=admins, **SETTINGS) as service:
+        yield service
+
+
+@pytest.fixture
+def closed(shared_closed: Service) -> Iterator[Service]:
+    """With an empty prefix cache, and with keys."""
+    shared_closed.thread.run(shared_closed.engine.flush_prefixes())
+    yield shared_closed
+    shared_closed.check()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_keys_share_nothing(closed: Service, route: str) -> None:
+    def found(key: str, **fields: Any) -> int:
+        return told(ask(closed, route, IDS, bearer(key), **fields))
+
+    assert [found(USER), found(USER), found(OTHER), found(ADMIN)] == [0, CACHED, 0, 0]
+    assert [found(USER), found(OTHER), found(ADMIN)] == [CACHED] * 3
+    assert [found(USER, cache_salt="a"), found(OTHER, cache_salt="a")] == [0, 0]
+    assert [found(USER, cache_salt="a"), found(OTHER, cache_salt="a")] == [CACHED, CACHED]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_salts_share_nothing(cached: Service, route: str) -> None:
+    salts: list[dict[str, str]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "aa"}]
+    if route != RECOMMEND:
+        salts += [{"extra_key": "a"}, {"cache_salt": "a", "extra_key": "a"}, {"cache_salt": "b", "extra_key": "a"}]
+    for _ in range(2):
+        ask(cached, RECOMMEND, IDS, bearer(OTHER))  # that of a tenant of its own, on an open server too
+    assert [told(ask(cached, route, IDS, **salt)) for salt in salts] == [0] * len(salts)
+    assert [told(ask(cached, route, IDS, **salt)) for salt in salts] == [CACHED] * len(salts)
+
+
+def test_salts_hold_on_every_route_and_for_thinking(cached: Service) -> None:
+    ask(cached, GENERATE, IDS, cache_salt="a", extra_key="b")
+    for route in (CHAT, COMPLETIONS):
+        assert told(ask(cached, route, IDS, cache_salt="a", extra_key="b")) == CACHED
+    thinking = {"max_tokens": 4, "stop": "a", "suffix": ""}
+    ask(cached, CHAT, IDS, cache_salt="c", n=2, thinking=thinking)
+    assert told(ask(cached, CHAT, IDS)) == 0
+    assert told(ask(cached, CHAT, IDS, cache_salt="c")) == CACHED
+
+
+def test_a_batch_has_a_salt_for_each_prompt(cached: Service) -> None:
+    ask(cached, GENERATE, IDS, cache_salt="a", extra_key="x")
+    body = {"input_ids": [IDS] * 3, "cache_salt": ["a", "b", "a"], "extra_key": "x"}
+    assert [told(answer) for answer in cached.post(GENERATE, body).json] == [CACHED, 0, CACHED]
+    answer = cached.post(GENERATE, body | {"extra_key": ["x", "x"]})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "extra_key")
+
+
+@pytest.mark.parametrize("salt", ["", "s" * 257, 7, ["a"]])
+@pytest.mark.parametrize("route", ROUTES)
+def test_salts_out_of_range(cached: Service, route: str, salt: Any) -> None:
+    for name in ("cache_salt", "extra_key")[: 1 if route == RECOMMEND else 2]:
+        answer = cached.post(route, {"prompt" if route == COMPLETIONS else "input_ids": IDS, name: salt})
+        assert (answer.status, answer.json["error"]["param"]) == (400, name)
 
 
 # What ends it

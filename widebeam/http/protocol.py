@@ -26,6 +26,7 @@ LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
 PromptIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_IDS)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -81,6 +82,8 @@ class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     """What to do with history items that the catalog lacks: leave them out with a warning, or answer 400."""
     exclude_history: bool = False
     """Return no item of the history."""
+    cache_salt: CacheSalt | None = None
+    """Only prompts of equal salts, and of equal API keys, share what was computed for them."""
     request_id: RequestId | None = None
 
 

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from widebeam.engine.request import SearchParams
 from widebeam.errors import InvalidRequest
+from widebeam.http.auth import tenant_salt
 from widebeam.http.body import decode, json_response, read_body
 from widebeam.http.keys import FACTS, METRICS, adopt_id, limit_time, served_name, working_engine
 from widebeam.http.protocol import CatalogRef, RecommendRequest, RecommendResponse
@@ -45,7 +46,7 @@ async def recommend(request: web.Request) -> web.Response:
         fields=body.fields,
         unknown_items=body.unknown_items,
         exclude_history=body.exclude_history,
-        params=_params(body, request_id),
+        params=_params(body, request_id, tenant_salt(request, body.cache_salt)),
     )
     result = recommendation.result
     request.app[METRICS].observe_search(result)
@@ -75,7 +76,7 @@ def _catalog(engine: Engine, body: RecommendRequest) -> Catalog:
     return catalog
 
 
-def _params(body: RecommendRequest, request_id: str) -> SearchParams:
+def _params(body: RecommendRequest, request_id: str, cache_salt: str | None) -> SearchParams:
     return SearchParams(
         beam_width=body.beam_width,
         policy=body.policy,
@@ -84,6 +85,7 @@ def _params(body: RecommendRequest, request_id: str) -> SearchParams:
         normalizer=body.normalizer,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         timeout_ms=body.timeout_ms,
+        cache_salt=cache_salt,
         priority=body.priority or 0,
         request_id=request_id,
     )

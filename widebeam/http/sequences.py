@@ -59,9 +59,11 @@ def plan_search(
     top_logprobs: int,
     beam_details: bool,
     request_id: str,
+    cache_salt: str | None,
     where: str = "",
 ) -> Plan:
-    """What the fields ask for; `where` is the path to those of sampling. Raises InvalidRequest."""
+    """What the fields ask for; `where` is the path to those of sampling. `cache_salt`: see `auth.tenant_salt`. Raises
+    InvalidRequest."""
     catalog_in_use = engine.catalogs.get(options.catalog) is not None
     plan = beam_plan(fields, options.policy, catalog_in_use, where)
     vocab_size = engine.model_config.vocab_size
@@ -91,6 +93,7 @@ def plan_search(
         top_logprobs=top_logprobs,
         return_beam_details=beam_details,
         timeout_ms=options.timeout_ms,
+        cache_salt=cache_salt,
         priority=options.priority or 0,
         request_id=request_id,
     )

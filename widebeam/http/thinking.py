@@ -74,6 +74,7 @@ async def think(request: web.Request, engine: Engine, body: ChatRequest, prompt_
             seed=asked.seed,
         ),
         timeout_ms=plan.params.timeout_ms,
+        cache_salt=plan.params.cache_salt,
         priority=plan.params.priority,
         request_id=plan.params.request_id,
     )
