@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,15 +11,20 @@ from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.http.service import Service, running_service, wait_until
 from tests.http.test_auth import ADMIN, OTHER, USER, bearer, key_file
 from tests.http.test_metrics import Growth
+from widebeam import AsyncClient, Client
+from widebeam.errors import InvalidRequest
+from widebeam.http.protocol import PrefillResponse
 
 PAGE = 4
 IDS = [*range(7, 30)]
 """A prompt of 23 tokens, of which 5 pages can be shared."""
 CACHED = 20
 RECOMMEND, GENERATE, CHAT, COMPLETIONS = "/v1/recommend", "/generate", "/v1/chat/completions", "/v1/completions"
+PREFILL = "/v1/prefill"
 ROUTES = (RECOMMEND, GENERATE, CHAT, COMPLETIONS)
 SETTINGS: dict[str, Any] = {"prefix_cache": "on", "page_size": PAGE, "max_total_tokens": 512, "max_context_len": 128}
 
@@ -179,6 +186,117 @@ def test_salts_out_of_range(cached: Service, route: str, salt: Any) -> None:
     for name in ("cache_salt", "extra_key")[: 1 if route == RECOMMEND else 2]:
         answer = cached.post(route, {"prompt" if route == COMPLETIONS else "input_ids": IDS, name: salt})
         assert (answer.status, answer.json["error"]["param"]) == (400, name)
+
+
+# Ahead of the request
+
+
+@pytest.fixture(scope="module")
+def shared_marked(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    path = tiny.save_catalog(tmp_path_factory.mktemp("marked") / "items.jsonl")
+    header = json.loads((path.parent / "catalog.json").read_text()) | {"begin": "b", "end": "next"}
+    (path.parent / "catalog.json").write_text(json.dumps(header))
+    with running_service(checkpoint, path, **SETTINGS) as service:
+        yield service
+        service.check()
+
+
+HISTORY = [f"item-{index}" for index in range(30)]
+FORMS: list[dict[str, Any]] = [
+    {"history": HISTORY[:5]},
+    {"history": [*HISTORY, "item-999"]},  # over the template's 20, and one that there is not
+    {"history": []},
+    {"prompt": "watched <a_1> <b_2> <c_3> <a_2> <b_2> <c_3> next"},
+    {"messages": [{"role": "user", "content": "watched <a_1> <b_2> a b a"}]},
+    {"input_ids": IDS},
+    {"input_ids": [*IDS, 10]},  # the begin marker is there already
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{next(iter(form))}-{len(next(iter(form.values())))}")
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "markers"])
+def test_a_prefilled_prompt_is_the_one_that_comes(
+    cached: Service, shared_marked: Service, form: dict[str, Any], marked: bool
+) -> None:
+    service = shared_marked if marked else cached
+    service.thread.run(service.engine.flush_prefixes())
+    ahead = service.post(PREFILL, {**form, "ttl_s": 5, "request_id": "ahead"})
+    assert ahead.status == 200, ahead.content
+    again = service.post(PREFILL, form).json
+    found = service.post(RECOMMEND, {**form, "n": 3}).json
+    prompt_tokens = found["usage"]["prompt_tokens"]
+    cacheable = (prompt_tokens - 1) // PAGE * PAGE
+    assert ahead.json == {
+        "id": "ahead",
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": 0,
+        "cacheable_tokens": cacheable,
+        "warnings": found["warnings"],
+    }
+    assert again["cached_tokens"] == told(found) == cacheable
+    assert len(found["items"]) == 3 and len(found["warnings"]) == (2 if "item-999" in form.get("history", []) else 0)
+
+
+def test_a_prefill_is_for_its_tenant(closed: Service) -> None:
+    body = {"history": HISTORY[:8]}
+    prefilled = closed.post(PREFILL, body | {"cache_salt": "a"}, bearer(USER)).json
+    assert prefilled["cacheable_tokens"] > 0
+
+    def found(key: str, **salt: str) -> int:
+        return told(closed.post(RECOMMEND, body | salt, bearer(key)).json)
+
+    assert [found(USER), found(OTHER, cache_salt="a"), found(USER, cache_salt="b")] == [0, 0, 0]
+    assert found(USER, cache_salt="a") == prefilled["cacheable_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "history"),
+        ({"prompt": "a", "input_ids": [7]}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [7, 10_000]}, "input_ids"),
+        ({"input_ids": [7] * 129}, "input_ids"),
+        ({"input_ids": [7], "ttl_s": 0}, "ttl_s"),
+        ({"input_ids": [7], "ttl_s": 3601}, "ttl_s"),
+        ({"input_ids": [7], "ttl_s": "1"}, "ttl_s"),
+        ({"input_ids": [7], "cache_salt": ""}, "cache_salt"),
+        ({"input_ids": [7], "catalog": "none"}, "catalog"),
+        ({"input_ids": [7], "n": 3}, "n"),
+    ],
+)
+def test_what_cannot_be_prefilled_is_refused(cached: Service, body: dict[str, Any], param: str) -> None:
+    answer = cached.post(PREFILL, body)
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_without_a_cache_there_is_nothing_to_fill(service: Service) -> None:
+    answer = service.post(PREFILL, {"input_ids": IDS})
+    assert (answer.status, answer.json["error"]["code"]) == (400, "no_prefix_cache")
+    assert "--prefix-cache" in answer.json["error"]["message"]
+
+
+def test_a_prefill_generates_nothing(cached: Service) -> None:
+    grown = Growth(cached)
+    cached.post(PREFILL, {"input_ids": IDS})
+    grown.look()
+    assert grown.of("prompt_tokens_total") == len(IDS) and grown.of("generated_tokens_total") == 0
+    assert grown.of("requests_total", route=PREFILL, outcome="ok") == 1
+
+
+async def test_the_client_prefills(cached: Service) -> None:
+    def blocking() -> PrefillResponse:
+        with Client(cached.url) as client:
+            return client.prefill(history=HISTORY[:9], cache_salt="a", ttl_s=2.5, request_id="p-1")
+
+    first = await asyncio.to_thread(blocking)
+    assert (first.id, first.cached_tokens, first.warnings) == ("p-1", 0, [])
+    async with AsyncClient(cached.url) as client:
+        second = await client.prefill(history=HISTORY[:9], cache_salt="a", priority=-5)
+        found = await client.recommend(history=HISTORY[:9], cache_salt="a", n=2)
+        assert second.cached_tokens == found.usage.prompt_tokens_details.cached_tokens == first.cacheable_tokens > 0
+        with pytest.raises(InvalidRequest):
+            await client.prefill(history=[], prompt="a")
 
 
 # What ends it

@@ -41,6 +41,7 @@ ACCESS = {
     "/health": Access.PUBLIC,
     "/ready": Access.PUBLIC,
     "/v1/recommend": Access.USER,
+    "/v1/prefill": Access.USER,
     "/generate": Access.USER,
     "/v1/completions": Access.USER,
     "/v1/chat/completions": Access.USER,

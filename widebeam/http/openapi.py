@@ -26,6 +26,8 @@ from widebeam.http.protocol import (
     Health,
     ModelCard,
     ModelList,
+    PrefillRequest,
+    PrefillResponse,
     PutCatalog,
     RecommendRequest,
     RecommendResponse,
@@ -75,6 +77,9 @@ _FLUSH_CACHE = Operation("Empties the prefix cache", str, failures=(503,))
 OPERATIONS = {
     ("POST", "/v1/recommend"): Operation(
         "A history in, ranked items out", RecommendResponse, RecommendRequest, _BODY + _SEARCH
+    ),
+    ("POST", "/v1/prefill"): Operation(
+        "Computes the prompt of a recommendation ahead of it", PrefillResponse, PrefillRequest, _BODY + _SEARCH
     ),
     ("POST", "/generate"): _GENERATE,
     ("PUT", "/generate"): _GENERATE,

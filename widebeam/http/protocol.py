@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from widebeam.config import MAX_BEAM_WIDTH
 from widebeam.constraints.filter_spec import Filters, ItemId
 from widebeam.constraints.header import MAX_NAME_LENGTH, SidForm
-from widebeam.engine.request import Normalizer, Timing, TokenId
+from widebeam.engine.request import MAX_TTL_S, Normalizer, Timing, TokenId
 from widebeam.engine.results import Item
 from widebeam.policies import PolicySpec
 
@@ -48,6 +48,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+History = Annotated[list[ItemId], Meta(max_length=MAX_HISTORY)]
 
 
 class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +68,7 @@ class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/recommend. Exactly one of `history`, `prompt`, `messages` and `input_ids` is given."""
 
-    history: Annotated[list[ItemId], Meta(max_length=MAX_HISTORY)] | None = None
+    history: History | None = None
     """Item ids, oldest first; the catalog's template turns them into the prompt."""
     prompt: str | None = None
     messages: Messages | None = None
@@ -84,6 +85,22 @@ class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     """Return no item of the history."""
     cache_salt: CacheSalt | None = None
     """Only prompts of equal salts, and of equal API keys, share what was computed for them."""
+    request_id: RequestId | None = None
+
+
+class PrefillRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/prefill: what of the body of a /v1/recommend that is to come makes its prompt, and for whom."""
+
+    history: History | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    input_ids: PromptIds | None = None
+    catalog: Name | None = None
+    cache_salt: CacheSalt | None = None
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None = None
+    """Seconds within which it is likely to come; until then what was computed is evicted last."""
+    timeout_ms: TimeoutMs | None = None
+    priority: Priority | None = None
     request_id: RequestId | None = None
 
 
@@ -196,6 +213,18 @@ class RecommendResponse(msgspec.Struct, kw_only=True):
     items: list[Item]
     usage: Usage
     timing_ms: Timing
+    warnings: list[str]
+
+
+class PrefillResponse(msgspec.Struct, kw_only=True):
+    """Answer of POST /v1/prefill, counts in tokens."""
+
+    id: str
+    prompt_tokens: int
+    cached_tokens: int
+    """Of these, what had been computed before."""
+    cacheable_tokens: int
+    """Of these, what a request for this prompt need not compute."""
     warnings: list[str]
 
 
