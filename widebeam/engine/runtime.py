@@ -34,7 +34,7 @@ from widebeam.engine.wave import Search, Wave
 from widebeam.errors import ConfigError, OutOfMemory
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
-from widebeam.kv.prefix_cache import PrefixCache
+from widebeam.kv.prefix_cache import PrefixCache, PrefixStats
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
 from widebeam.model.fp8 import wants_fp8
@@ -104,6 +104,7 @@ class Runtime:
         if self._compiles:
             self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
             self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
+        self._warmed_up = self._prefix_stats()
 
     def _rooms(self) -> tuple[CatalogArena, MaskPool]:
         """Those of catalogs and masks: taken before the KV pools, which get what is left."""
@@ -183,6 +184,15 @@ class Runtime:
     def flush_prefixes(self, salt: bytes | None = None) -> None:
         """Nothing that was computed so far is used again; `salt`: nothing of this salt."""
         self.core.context.flush(salt)
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """Of what came since the warm-up, which left nothing cached; all 0 without a prefix cache. On any thread."""
+        return PrefixStats(*(now - then for now, then in zip(self._prefix_stats(), self._warmed_up, strict=True)))
+
+    def _prefix_stats(self) -> PrefixStats:
+        cache = self.core.context.cache
+        return PrefixStats(*[0] * len(PrefixStats._fields)) if cache is None else cache.stats
 
     def capture_more(self) -> bool:
         """For when nobody waits: see Captures.capture_more."""
