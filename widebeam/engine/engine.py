@@ -217,7 +217,9 @@ class Engine(Blocking):
             del self._waiting[job]
             self._budgets.give_back(search, time.monotonic())
 
-    def _admit(self, token_ids: Seq[int], params: SearchParams, catalog: Catalog | None) -> tuple[Search, list[str]]:
+    def _admit(
+        self, token_ids: Seq[int] | np.ndarray, params: SearchParams, catalog: Catalog | None
+    ) -> tuple[Search, list[str]]:
         """A checked search, filters left aside, and warnings."""
         filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
         plain = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
