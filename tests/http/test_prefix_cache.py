@@ -249,6 +249,17 @@ def test_a_prefill_is_for_its_tenant(closed: Service) -> None:
     assert found(USER, cache_salt="a") == prefilled["cacheable_tokens"]
 
 
+def test_a_hint_holds_for_its_time(cached: Service) -> None:
+    """More prompts come than there is room for: what is expected stays, what was there before it goes."""
+    cached.post(PREFILL, {"input_ids": IDS, "ttl_s": 600})
+    ask(cached, RECOMMEND, [40, *IDS])
+    pages = SETTINGS["max_total_tokens"] // PAGE
+    for first in range(7, 7 + 2 * pages // 16):
+        ask(cached, RECOMMEND, [first] * (16 * PAGE + 1))
+    assert told(ask(cached, RECOMMEND, [40, *IDS])) == 0
+    assert told(ask(cached, RECOMMEND, IDS)) == CACHED
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
