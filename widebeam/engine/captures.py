@@ -6,7 +6,8 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -45,7 +46,7 @@ class Captures:
         self._larger: deque[tuple[int, list[Search]]] = deque()
         self._told = False
         self.fallbacks = 0
-        """Forms compiled, and sizes that could not be captured, after warm-up."""
+        """Forms compiled, and sizes that could not be captured, after warm-up; all larger ones count once."""
         self.late_graphs = 0
         """Graphs captured after warm-up, for sizes that it did not meet."""
 
@@ -62,20 +63,18 @@ class Captures:
 
     def add(self, waves: Iterable[list[Search]]) -> None:
         """Of waves over a catalog, run those of which a level needs what none of an earlier one has met."""
-        if self._mode != "none" and (planned := list(warmup.unmet(waves, self._met, self._limits))):
+        met = set(self._met)  # a warm-up that fails has met nothing
+        if self._mode != "none" and (planned := list(warmup.unmet(waves, met, self._limits))):
             self._meet_all(planned)
+            self._met = met
 
     def _meet_all(self, planned: list[list[Search]]) -> None:
-        started, before, self._made = time.perf_counter(), self._made, None
-        try:
+        started = time.perf_counter()
+        with self._uncounted():
             for searches in tqdm(
                 planned, desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
             ):
                 self._meet(searches)
-        except BaseException:
-            self._made = before and made_so_far(self._device)
-            raise
-        self._made = made_so_far(self._device)
         log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
 
     def _meet(self, searches: list[Search]) -> None:
@@ -87,6 +86,15 @@ class Captures:
         with captured_at_once():
             self._run(searches)
 
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """What is made meanwhile is not made late."""
+        self._made = None
+        try:
+            yield
+        finally:
+            self._made = made_so_far(self._device)
+
     def capture_more(self) -> bool:
         """Capture prompts of one more size, if there is one left, for up to half a second: for when nobody waits.
 
@@ -94,11 +102,11 @@ class Captures:
         """
         if not self._larger:
             return False
-        (tokens, searches), self._made = self._larger.popleft(), None
+        tokens, searches = self._larger.popleft()
         size = (request_rung(len(searches)), tokens)
         self._core.programs.graphed.add(size)
         try:
-            with captured_at_once():
+            with self._uncounted(), captured_at_once():
                 self._run(searches)
         except torch.AcceleratorError:
             raise
@@ -106,8 +114,7 @@ class Captures:
             log.warning("prompts of %d tokens and more stay without graphs: %s", tokens, error)
             self._core.programs.graphed.discard(size)
             self._larger.clear()
-        finally:
-            self._made = made_so_far(self._device)
+            self.fallbacks += 1
         return True
 
     def note(self) -> None:
