@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalog import Catalog, rank_of
 from widebeam.constraints.codebooks import Codebook
 from widebeam.constraints.header import Header
 from widebeam.constraints.index import CatalogIndex
@@ -48,8 +48,6 @@ def skewed_sids(codes: int) -> np.ndarray:
 def make_catalog(sids: np.ndarray, codes: int, first_token: int) -> Catalog:
     """A catalog of these SIDs without a file: level l owns tokens first_token + l * codes onwards; item i has id i."""
     index, order = CatalogIndex.build(sids)
-    rank = np.empty(len(order), np.int32)
-    rank[order] = np.arange(len(order), dtype=np.int32)
     numbers = np.arange(codes)
     starts = first_token + np.arange(sids.shape[1]) * codes
     return Catalog(
@@ -69,7 +67,7 @@ def make_catalog(sids: np.ndarray, codes: int, first_token: int) -> Catalog:
         _metadata=ArrowColumns(pa.table({"group": groups(len(sids))})),
         _codes=np.ascontiguousarray(sids[order].T),
         _order=order,
-        _rank=rank,
+        _rank=rank_of(order, order.size),
         _place=np.arange(order.size),
     )
 

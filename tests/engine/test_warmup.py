@@ -43,6 +43,7 @@ from widebeam.engine.memory import least_sizes
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Load, WaveLimits
 from widebeam.engine.wave import Search
+from widebeam.errors import OutOfMemory
 from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
@@ -326,6 +327,34 @@ def test_what_returns_needs_no_graph_that_warm_up_has_not_met(checkpoint: Path, 
     assert run(*users) == [64, 192, 256]
     assert run(np.append(users[0], np.arange(90) % 50)) == [64] and run(users[2][:150], users[1][:10]) == [128, 0]
     assert len(pretended.captured) == captured and runtime.fallbacks == runtime.late_graphs == 0
+
+
+def test_no_room_for_more_graphs(
+    checkpoint: Path, catalog_file: Path, pretended: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large prompts then stay without, which counts; a catalog is refused, and met in full when it comes again."""
+    for module in ("shapes", "compile", "warmup"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
+    runtime = make_runtime(checkpoint, max_wave_rows=32, max_beam_width=16, max_wave_tokens=1024, max_total_tokens=2048)
+    catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
+    captures, graphed = runtime._captures, set(runtime.core.programs.graphed)
+    assert captures is not None
+
+    def no_room(_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(captures, "_run", no_room)
+        assert runtime.capture_more() and not runtime.capture_more()
+        with pytest.raises(OutOfMemory, match="graphs of catalog"):
+            runtime.add_catalog(catalog)
+    assert (runtime.fallbacks, runtime.core.programs.graphed) == (1, graphed)
+    captured = len(pretended.captured)
+    runtime.add_catalog(catalog)
+    met = len(pretended.captured)
+    assert met > captured
+    runtime.run([Job(make_search(np.arange(20), 8, 8, catalog=catalog), 0.0, None)])
+    assert (len(pretended.captured), runtime.fallbacks, runtime.late_graphs) == (met, 1, 0)
 
 
 SMALL: dict[str, Any] = {"max_beam_width": 30, "max_wave_rows": 100, "max_wave_tokens": 256, "max_total_tokens": 2048}

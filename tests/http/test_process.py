@@ -84,7 +84,7 @@ def start(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> Iterator[Call
                 stdout=subprocess.PIPE,
                 stderr=stack.enter_context(log.open("w")),
                 text=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},  # others spin on busy cores
             )
             stack.enter_context(popen)
             stack.callback(popen.kill)

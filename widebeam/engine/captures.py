@@ -47,7 +47,7 @@ class Captures:
         self._larger: deque[tuple[int, list[Search]]] = deque()
         self._told = False
         self.fallbacks = 0
-        """Forms compiled, and sizes that could not be captured, after warm-up."""
+        """Forms compiled, and sizes that could not be captured, after warm-up; all larger ones count once."""
         self.late_graphs = 0
         """Graphs captured after warm-up, for sizes that it did not meet."""
 
@@ -74,8 +74,10 @@ class Captures:
 
     def add(self, waves: Iterable[list[Search]]) -> None:
         """Of waves over a catalog, run those of which a level needs what none of an earlier one has met."""
-        if self._mode != "none" and (planned := list(warmup.unmet(waves, self._met, self._limits))):
+        met = set(self._met)  # a warm-up that fails has met nothing
+        if self._mode != "none" and (planned := list(warmup.unmet(waves, met, self._limits))):
             self._meet_all(planned)
+            self._met = met
 
     def _meet_all(self, planned: list[list[Search]]) -> None:
         started = time.perf_counter()
@@ -123,6 +125,7 @@ class Captures:
             log.warning("prompts of %d tokens and more stay without graphs: %s", tokens, error)
             self._core.programs.graphed.discard(size)
             self._larger.clear()
+            self.fallbacks += 1
         return True
 
     def note(self) -> None:

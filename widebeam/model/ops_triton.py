@@ -14,8 +14,6 @@ Letters: as in `widebeam.model.ops`; X heads of one kind.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -30,10 +28,8 @@ NEVER = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _last_first(EARLY: tl.constexpr):
-    """The row of this program. One that was launched early waits here for the kernels before it."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+def _last_first():
+    """The row of this program."""
     return (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
 
 
@@ -50,8 +46,8 @@ def _store_row(value, out, at, mask, scale, row, QUANTIZE: tl.constexpr):
 
 
 @triton.jit
-def _quantize_rows(x, out, scale, H: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    row = _last_first(EARLY)
+def _quantize_rows(x, out, scale, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = _last_first()
     column = tl.arange(0, BLOCK)
     at, mask = row * H + column, column < H
     _store_row(tl.load(x + at, mask, 0.0), out, at, mask, scale, row, True)
@@ -60,10 +56,10 @@ def _quantize_rows(x, out, scale, H: tl.constexpr, BLOCK: tl.constexpr, EARLY: t
 @triton.jit
 def _norm_rows(
     x, delta, weight, total, out, scale, eps,
-    H: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """The norm of x; or of x + delta, which is kept in `total`, if there is a delta."""
-    row = _last_first(EARLY)
+    row = _last_first()
     column = tl.arange(0, BLOCK)
     at, mask = row * H + column, column < H
     dtype = x.dtype.element_ty
@@ -78,11 +74,9 @@ def _norm_rows(
 
 
 @triton.jit
-def _silu_mul(
-    gate_up, out, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+def _silu_mul(gate_up, out, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr):
     """One program for each BLOCK of a row: for the whole row if its scale is wanted."""
-    row = _last_first(EARLY)
+    row = _last_first()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     dtype = gate_up.dtype.element_ty
@@ -111,9 +105,8 @@ def _rotate_and_store(
     qkv, cos, sin, q_norm, k_norm, eps, k_pool, v_pool, slot,
     q_out, k_out, rows, copies, qkv_stride, k_stride, v_stride,
     Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = _last_first(EARLY)
+    row = _last_first()
     half = tl.arange(0, D // 2)[None, :]
     cos_row, sin_row = tl.load(cos + row * (D // 2) + half), tl.load(sin + row * (D // 2) + half)
     source = qkv + row * qkv_stride
@@ -146,10 +139,9 @@ def _merge_beams(
     q, partial, lse, k_pool, v_pool, slots, seen, softmax_scale,
     lse_scale, out, scale, rows, J, k_stride, v_stride,
     P: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Softmax over P parts and the decoded keys, one after another with a running maximum; heads are rows of a tile."""
-    row = _last_first(EARLY)
+    row = _last_first()
     head, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, D)[None, :]
     mask = head < Q
     at = head * D + column
@@ -181,19 +173,11 @@ def _with_key(top, total, merged, logit, value):
     return new_top, total * keep + weight, merged * keep + weight * value
 
 
-@functools.cache
-def _early() -> dict[str, bool]:
-    """Options of a launch that need not wait for the kernel before it to end, where the device can do that: Hopper's
-    programmatic dependent launch. The kernel waits instead, so that only its start lies beside the other's end."""
-    able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return {"EARLY": able} | ({"launch_pdl": True} if able else {})
-
-
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     x, (T, H) = x.contiguous(), x.shape
     out, scale = ops.empty_rows(x, H, quantize=True)
     BLOCK = triton.next_power_of_2(H)
-    _quantize_rows[(T,)](x, out, scale, H, BLOCK, num_warps=_warps(BLOCK), **_early())
+    _quantize_rows[(T,)](x, out, scale, H, BLOCK, num_warps=_warps(BLOCK))
     return out, scale
 
 
@@ -203,9 +187,7 @@ def _normed(
     T, H = x.shape
     out, scale = ops.empty_rows(x, H, quantize)
     BLOCK = triton.next_power_of_2(H)
-    _norm_rows[(T,)](
-        x, delta, weight, total, out, scale, eps, H, BLOCK, quantize, num_warps=_warps(BLOCK), **_early()
-    )  # fmt: skip
+    _norm_rows[(T,)](x, delta, weight, total, out, scale, eps, H, BLOCK, quantize, num_warps=_warps(BLOCK))
     return out, scale
 
 
@@ -224,9 +206,7 @@ def silu_mul(gate_up: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
     BLOCK = triton.next_power_of_2(size)
     if not quantize:
         BLOCK = min(BLOCK, 2048)
-    _silu_mul[(T, triton.cdiv(size, BLOCK))](
-        gate_up, out, scale, size, BLOCK, quantize, num_warps=_warps(BLOCK), **_early()
-    )  # fmt: skip
+    _silu_mul[(T, triton.cdiv(size, BLOCK))](gate_up, out, scale, size, BLOCK, quantize, num_warps=_warps(BLOCK))
     return out, scale
 
 
@@ -242,7 +222,6 @@ def rotate_and_store(
         qkv, cos.contiguous(), sin.contiguous(), q_norm, k_norm, eps, k_pool, v_pool, slot.contiguous(),
         q_out, k_out, T, query_rows // max(T, 1), qkv.stride(0), _slot_stride(k_pool), _slot_stride(v_pool),
         Q, K, D, triton.next_power_of_2(max(Q, 1)), triton.next_power_of_2(K), num_warps=4,
-        **_early(),
     )  # fmt: skip
     return q_out, k_out
 
@@ -258,7 +237,6 @@ def merge_beams(
         q.contiguous(), out.contiguous(), lse.contiguous(), k_pool, v_pool, slots.contiguous(), seen, scale,
         lse_scale, merged, row_scale, R, slots.shape[1], _slot_stride(k_pool), _slot_stride(v_pool),
         out.shape[0] // R, Q, k_pool.shape[1], D, BLOCK, quantize, num_warps=_warps(BLOCK * D, each=8, most=16),
-        **_early(),
     )  # fmt: skip
     return merged, row_scale
 
