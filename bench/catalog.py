@@ -154,6 +154,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     report = header(arguments) | {"cores": os.cpu_count(), "load_before": load, "catalogs": catalogs}
     served = [size for size in map(number, arguments.sizes) if size <= arguments.load]
     if arguments.checkpoint is not None and served:
+        save(arguments.save, report, markdown(report))  # an engine can fail in more ways
         report["engine"] = asyncio.run(serve(arguments, max(served), codes, levels, first_token))
     return report
 

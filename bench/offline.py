@@ -14,8 +14,12 @@ JSON.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,17 +189,26 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         shown = " ".join(f"{key} {value:.4g}" for key, value in cases[name].items() if isinstance(value, float))
         print(name, shown or "out of memory", flush=True)
     bench.runtime.check_integrity()
-    for name, found in cases.items() if arguments.floor else ():
-        if "total_ms" in found:
-            case, _ = bench.waves[name]
-            best = floor(case, bench.shape, fp8=arguments.quantization == "fp8", codes=bench.codes)
-            found |= {"floor": best, "over_floor": found["total_ms"] / best["total_ms"]}
+    if arguments.floor:
+        add_floors(cases, bench, fp8=arguments.quantization == "fp8")
     return header(arguments) | {
         "shape": name_of(bench.shape),
         "dtype": str(bench.runtime.dtype).removeprefix("torch."),
         "fallbacks": bench.runtime.fallbacks,
         "cases": cases,
     }
+
+
+def add_floors(cases: dict[str, dict[str, Any]], bench: Bench, *, fp8: bool) -> None:
+    """Beside each case that was measured. By a process of its own, in which cuBLAS has the work space that it asks for
+    and the runtime here does without."""
+    as_it_asks = partial(os.unsetenv, "CUBLAS_WORKSPACE_CONFIG")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=as_it_asks) as alone:
+        for name, found in cases.items():
+            if "total_ms" in found:
+                case, _ = bench.waves[name]
+                best = alone.submit(floor, case, bench.shape, fp8=fp8, codes=bench.codes).result()
+                found |= {"floor": best, "over_floor": found["total_ms"] / best["total_ms"]}
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:

@@ -59,13 +59,13 @@ async def serve(arguments: Any, items: int, codes: int, levels: int, first_token
         )
         async with engine:
             started = time.perf_counter()
-            catalog = await engine.load_catalog(path)
+            num_items = (await engine.load_catalog(path)).num_items
             load_s = time.perf_counter() - started
             search = Searches(engine, arguments.context, width)
             return {
-                "items": catalog.num_items,
+                "items": num_items,
                 "load_s": load_s,
-                "filters": {name: await search.alone(one) for name, one in filters_of(catalog.num_items).items()},
+                "filters": {name: await search.alone(one) for name, one in filters_of(num_items).items()},
                 "updates": await updates(engine, search, arguments.seconds),
             }
 

@@ -31,6 +31,8 @@ GPU: dict[str, Any] = {
     "device": "cuda", "dtype": "bfloat16", "max_beam_width": 48, "max_wave_rows": 64, "max_wave_tokens": 512,
     "max_total_tokens": 8192,
 }  # fmt: skip
+WIDE = GPU | {"max_beam_width": 128, "max_wave_rows": 256}
+"""For WAVES."""
 EPS = 0.1
 """Largest difference of a score, in bfloat16, where other kernels round elsewhere."""
 
@@ -90,13 +92,12 @@ def assert_alike(expected: list[list[Sequence]], found: list[list[Sequence]], ep
 def test_compiled_equals_eager(large_heads: tuple[Path, Catalog]) -> None:
     """Run once, captured, and replayed, which must not change a bit."""
     checkpoint, catalog = large_heads
-    wide = GPU | {"max_beam_width": 128, "max_wave_rows": 256}
-    eager = make_runtime(checkpoint, LONGEST, enforce_eager=True, **wide)
+    eager = make_runtime(checkpoint, LONGEST, enforce_eager=True, **WIDE)
     eager.add_catalog(catalog)
     expected = {kind: results(eager, kind, catalog) for kind in WAVES}
     del eager
     gc.collect()
-    compiled = make_runtime(checkpoint, LONGEST, warmup="none", **wide)
+    compiled = make_runtime(checkpoint, LONGEST, warmup="none", **WIDE)
     compiled.add_catalog(catalog)
     before = made_so_far(compiled.device)
     for kind in WAVES:
@@ -130,7 +131,7 @@ def test_an_update_compiles_and_captures_nothing(large_heads: tuple[Path, Catalo
     """Loaded on another thread while waves run; answers are those of an engine that has only this version."""
     checkpoint, catalog = large_heads
     vocab_size = load_model_config(checkpoint).vocab_size
-    runtime = make_runtime(checkpoint, LONGEST, warmup="fast", **GPU)
+    runtime = make_runtime(checkpoint, LONGEST, warmup="fast", **WIDE)
     runtime.add_catalog(catalog)
     soak(runtime, catalog, 50, 0, vocab_size)
     made = made_so_far(runtime.device)
@@ -146,7 +147,7 @@ def test_an_update_compiles_and_captures_nothing(large_heads: tuple[Path, Catalo
     for seed, version in enumerate((update, catalog, update)):
         soak(runtime, version, 50, seed, vocab_size)
     assert runtime.fallbacks == 0 and made_so_far(runtime.device) == made
-    alone = make_runtime(checkpoint, LONGEST, enforce_eager=True, **GPU)
+    alone = make_runtime(checkpoint, LONGEST, enforce_eager=True, **WIDE)
     alone.add_catalog(update)
     assert_alike(results(alone, "catalog", update), results(runtime, "catalog", update), EPS)
 

@@ -153,7 +153,7 @@ class LiveCatalogs:
         task = asyncio.create_task(self._in_turn(name, build, if_version, numbered, offered))
         self._tasks.add(task)  # the loop itself would forget it
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return replace(await asyncio.shield(task))  # whoever keeps a copy does not keep it on the device
 
     async def _in_turn(
         self, name: str, build: Build, if_version: int | None, numbered: bool, offered: Callable[[], None]

@@ -66,7 +66,8 @@ def measured_sizes(
     With `graphs` the work space counts twice: what they captured is theirs alone.
     """
     least = least_sizes(config, max_context_len)
-    page_bytes = model.kv_elements_per_token * dtype.itemsize * config.page_size
+    token_bytes = model.kv_elements_per_token * dtype.itemsize
+    page_bytes, beam_bytes = token_bytes * config.page_size, token_bytes * least.beam_slots
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)
@@ -77,16 +78,14 @@ def measured_sizes(
             "the largest wave does not fit beside the weights: lower --max-wave-tokens, --max-wave-rows, "
             "--max-beam-width, --max-context-len or --beam-kv-tokens"
         ) from None
-    peak = torch.cuda.max_memory_allocated(device) - base - least.context_pages * page_bytes
-    # a deep search reads up to twice its beam slots at a time (rungs of depth double), in K and V, copied and widened
-    peak += 2 * 2 * least.beam_slots * model.num_kv_heads * model.head_dim * (dtype.itemsize + 4)
-    peak *= 2 if graphs else 1
+    work_bytes = torch.cuda.max_memory_allocated(device) - base - least.context_pages * page_bytes - beam_bytes
+    work_bytes *= 2 if graphs else 1
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     free, _ = torch.cuda.mem_get_info(device)
     in_use_by_others = total - free - torch.cuda.memory_reserved(device)
-    budget = int(total * config.gpu_memory_utilization) - in_use_by_others - base - peak
+    budget = int(total * config.gpu_memory_utilization) - in_use_by_others - base - beam_bytes - work_bytes
     pages = budget // page_bytes
     if config.max_total_tokens is not None:
         pages = min(pages, least.context_pages)
@@ -94,11 +93,11 @@ def measured_sizes(
         short = (least.context_pages - pages) * page_bytes / 2**30
         raise ConfigError(
             f"{short:.1f} GiB of GPU memory are missing for a KV pool of {least.context_pages * config.page_size} "
-            f"tokens: raise --gpu-memory-utilization, or lower --max-context-len, --max-wave-tokens or "
-            f"--catalog-memory-gib"
+            f"tokens: raise --gpu-memory-utilization, or lower --max-context-len, --max-wave-tokens, --beam-kv-tokens "
+            f"or --catalog-memory-gib"
         )
     log.info(
-        "weights, catalogs and filters %.2f GiB, work space %.2f GiB, context KV %.2f GiB (%d tokens)",
-        base / 2**30, peak / 2**30, pages * page_bytes / 2**30, pages * config.page_size,
+        "weights, catalogs and filters %.2f GiB, work space %.2f, beams' KV %.2f, context KV %.2f (%d tokens)",
+        base / 2**30, work_bytes / 2**30, beam_bytes / 2**30, pages * page_bytes / 2**30, pages * config.page_size,
     )  # fmt: skip
     return PoolSizes(pages, least.beam_slots)

@@ -51,7 +51,7 @@ class Runtime:
         self.device = choose_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            spare_cublas_workspace()
+            spare_cublas_workspace(self.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
         self._model_config = model_config
         self._max_context_len = max_context_len

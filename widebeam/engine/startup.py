@@ -17,6 +17,8 @@ from widebeam.model.flashinfer import why_not
 log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (7, 5)
 """What current builds of torch and Triton are made for."""
+HOPPER = 9
+"""Major compute capability."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -37,12 +39,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def spare_cublas_workspace() -> None:
-    """Keep cuBLAS to products without a work space, unless the environment says otherwise. Comes before the first one.
+def spare_cublas_workspace(device: torch.device) -> None:
+    """Keep cuBLAS on Hopper to products without a work space, unless the environment says otherwise. Comes before the
+    first one.
 
     On an H200 it clears a work space before large products, though it has others that are as fast without: three
-    microseconds and the gaps around it for each of a layer's products (docs/decisions.md).
+    microseconds and the gaps around it for each of a layer's products (docs/decisions.md). PyTorch takes all products
+    of later GPUs to cuBLASLt, which fails without.
     """
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     warnings.filterwarnings("ignore", "Requested unified CUBLASLT workspace size")  # float8 products make do as well
 
