@@ -122,7 +122,8 @@ class Runtime:
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
-        cache = PrefixCache(config.page_size) if config.prefix_cache == "on" else None
+        kept = config.prefix_cache == "on"
+        cache = PrefixCache(config.page_size, config.prefix_cache_eviction) if kept else None
         context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device, cache)
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
         return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)
