@@ -27,11 +27,13 @@ from widebeam.constraints.filters import MASK_CACHE_BYTES, allowed_items
 from widebeam.constraints.header import Header, Level, Order
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.engine import Engine
+from widebeam.engine.request import MAX_TTL_S
 from widebeam.http import openai, sglang
 from widebeam.http.app import build_app
 from widebeam.http.protocol import (
     MAX_CHANGES,
     CatalogInfo,
+    PrefillRequest,
     PutCatalog,
     RecommendRequest,
     RollBack,
@@ -82,6 +84,9 @@ def test_every_field_is_named_in_its_route() -> None:
     assert sampling | set(sglang.GenerateRequest.__struct_fields__) <= names(generate)
     assert set(openai.ChatRequest.__struct_fields__) <= names(chat)
     assert set(openai.CompletionRequest.__struct_fields__) <= names(completions)
+    prefill = section(API, "POST /v1/prefill")
+    assert set(PrefillRequest.__struct_fields__) <= names(prefill)
+    assert f"{MAX_TTL_S:,}" in prefill
     live = section(API, "Live catalogs")
     for kind in (CatalogInfo, UpdateItems, UploadQuery):
         assert set(kind.__struct_fields__) <= names(live) | set(re.findall(r'"(\w+)":', live))
@@ -148,7 +153,7 @@ def test_every_field_of_the_header_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def service(checkpoint: Path, catalog_file: Path) -> Iterator[Service]:
-    with running_service(checkpoint, catalog_file) as running:
+    with running_service(checkpoint, catalog_file, prefix_cache="on", page_size=16) as running:
         yield running
         running.check()
 

@@ -40,8 +40,8 @@ def test_engine_knows_nothing_of_http(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["widebeam.client", "widebeam.history", "widebeam.http.protocol", "widebeam.engine.scheduler",
-     "widebeam.engine.admission", "widebeam.constraints.catalog", "widebeam.policies"],
+    ["widebeam.client", "widebeam.http.protocol", "widebeam.engine.scheduler", "widebeam.engine.admission",
+     "widebeam.constraints.catalog", "widebeam.policies", "widebeam.kv.prefix_cache"],
 )  # fmt: skip
 def test_light_modules_import_no_torch(module: str) -> None:
     """In a fresh process: neither directly nor through anything that they import."""

@@ -21,7 +21,7 @@ from widebeam.constraints.filter_spec import Filters
 from widebeam.engine.request import Normalizer
 from widebeam.errors import InvalidRequest
 from widebeam.http.openai import ChatResponse, CompletionResponse
-from widebeam.http.protocol import MAX_TIMEOUT_MS, Health, ModelCard, ModelList, RecommendResponse
+from widebeam.http.protocol import MAX_TIMEOUT_MS, Health, ModelCard, ModelList, PrefillResponse, RecommendResponse
 from widebeam.policies import PolicySpec
 from widebeam.transport import Transport, encode
 
@@ -86,6 +86,7 @@ class AsyncClient(CatalogCalls):
         unknown_items: Literal["ignore", "refuse"] = "ignore",
         filters: Filters | dict[str, Any] | None = None,
         exclude_history: bool = False,
+        cache_salt: str | None = None,
         priority: int | None = None,
         request_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
@@ -110,10 +111,42 @@ class AsyncClient(CatalogCalls):
             "unknown_items": unknown_items,
             "filters": filters,
             "exclude_history": exclude_history,
+            "cache_salt": cache_salt,
             "priority": priority,
             "request_id": request_id,
         }
         return await self._search("/v1/recommend", RecommendResponse, body, timeout)
+
+    async def prefill(
+        self,
+        *,
+        history: Sequence[int | str] | None = None,
+        prompt: str | None = None,
+        messages: Sequence[dict[str, Any]] | None = None,
+        input_ids: Sequence[int] | None = None,
+        catalog: str | None = None,
+        cache_salt: str | None = None,
+        ttl_s: float | None = None,
+        priority: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
+    ) -> PrefillResponse:
+        """Have the prompt of a `recommend` computed before it is sent: with the same history, catalog and salt.
+
+        `ttl_s` says in how many seconds it will be sent at the latest. Needs a server with a prefix cache.
+        """
+        body = {
+            "history": history,
+            "prompt": prompt,
+            "messages": messages,
+            "input_ids": input_ids,
+            "catalog": catalog,
+            "cache_salt": cache_salt,
+            "ttl_s": ttl_s,
+            "priority": priority,
+            "request_id": request_id,
+        }
+        return await self._search("/v1/prefill", PrefillResponse, body, timeout)
 
     async def generate(
         self,
@@ -288,6 +321,7 @@ class Client:
         self._end()
 
     recommend = _blocking(AsyncClient.recommend)
+    prefill = _blocking(AsyncClient.prefill)
     generate = _blocking(AsyncClient.generate)
     chat = _blocking(AsyncClient.chat)
     completions = _blocking(AsyncClient.completions)

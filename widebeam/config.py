@@ -78,6 +78,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hang_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     """Time for which the device may work on one wave; a launch, which may compile, gets ten times that. Past it the
     engine answers everybody with an error, and the server ends."""
+    prefix_cache: Literal["off", "on"] = "off"
+    """Whether prompts that begin alike share the keys and values of whole pages, while there is room for them."""
+    prefix_cache_eviction: str = "lru"
+    """Which of these pages make room first: `lru`, the least recently used; `lfu`, those with the fewest hits; or one
+    that an installed package offers by entry points of the group `widebeam.eviction`."""
     page_size: Annotated[int, Meta(ge=1, le=256)] = 64
     """Tokens in a page of the context KV pool."""
     max_total_tokens: Positive | None = None

@@ -54,9 +54,9 @@ def test_groups_change_no_result(
     sizes: list[int] = []
     prompt_arrays = search_module.prompt_arrays
 
-    def noting(core: Any, wave: Any, first: int, searches: Any) -> Any:
+    def noting(core: Any, wave: Any, first: int, searches: Any, rows: int) -> Any:
         sizes.append(len(searches))
-        return prompt_arrays(core, wave, first, searches)
+        return prompt_arrays(core, wave, first, searches, rows)
 
     monkeypatch.setattr(search_module, "prompt_arrays", noting)
     for lengths in LENGTHS:

@@ -44,6 +44,7 @@ from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Load, WaveLimits
 from widebeam.engine.wave import Search
 from widebeam.errors import OutOfMemory
+from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
 
@@ -141,7 +142,7 @@ def assert_met(setting: Setting, seed: int, *, widest: int | None = None, catalo
     limits, vocab_size = setting.limits, setting.vocab_size
     met = keys_of_all(setting.waves(catalog), limits)
     uncut = min(setting.widest, vocab_size) < min(384, limits.rows)
-    longest_prompt = min(limits.tokens, warmup.LONG - 1) if uncut else limits.tokens
+    longest_prompt = min(limits.tokens, warmup.SPLIT_CONTEXT - 1) if uncut else limits.tokens
     integer = random_integers(seed)
     for _ in range(40):
         searches = draw_wave(
@@ -288,7 +289,7 @@ def test_large_prompts_are_captured_later(
     graphed = runtime.core.programs.graphed
 
     def sizes() -> set[int]:
-        return {tokens for requests, tokens in graphed if requests == 16}
+        return {tokens for requests, tokens, splits in graphed if (requests, splits) == (16, 0)}
 
     def results() -> list[Any]:
         jobs = [Job(make_search(np.arange(300) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
@@ -304,6 +305,28 @@ def test_large_prompts_are_captured_later(
     for one, other in zip(plain, graphed, strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
         assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
+
+
+def test_what_returns_needs_no_graph_that_warm_up_has_not_met(checkpoint: Path, pretended: Recorder) -> None:
+    """Hits of one page and of more, alone and in company, as long as few tokens are new."""
+    runtime = make_runtime(
+        checkpoint, max_wave_rows=32, max_beam_width=16, max_wave_tokens=1024, max_total_tokens=4096, prefix_cache="on"
+    )
+    assert len(runtime.core.context.cache or ()) == 0
+
+    def run(*prompts: Any) -> list[int]:
+        searches = [make_search(tokens, 8, 8) for tokens in prompts]
+        for search in searches:
+            search.prefix = Prefix.of(search.token_ids, runtime.config.page_size)
+        runtime.run([Job(search, 0.0, None) for search in searches])
+        return [search.num_cached for search in searches]
+
+    users = [np.arange(length) * (b + 3) % 50 for b, length in enumerate((70, 200, 290))]
+    assert run(*users) == [0, 0, 0]
+    captured = len(pretended.captured)
+    assert run(*users) == [64, 192, 256]
+    assert run(np.append(users[0], np.arange(90) % 50)) == [64] and run(users[2][:150], users[1][:10]) == [128, 0]
+    assert len(pretended.captured) == captured and runtime.fallbacks == runtime.late_graphs == 0
 
 
 def test_no_room_for_more_graphs(

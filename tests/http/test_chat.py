@@ -51,6 +51,7 @@ def test_golden_answer(service: Service) -> None:
         "prompt_tokens": want.prompt_tokens,
         "completion_tokens": 9,
         "total_tokens": want.prompt_tokens + 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert found["choices"] == [
         {

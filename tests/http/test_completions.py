@@ -64,7 +64,12 @@ def test_golden_answer(service: Service) -> None:
             }
             for index, sequence in enumerate(want.sequences)
         ],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12},
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 9,
+            "total_tokens": 12,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 

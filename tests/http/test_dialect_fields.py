@@ -79,9 +79,9 @@ GENERATE_SUPPORTED: dict[str, list[Any]] = {
     "return_beam_details": [None, False, True],
     "return_prompt_token_ids": [False, True],
     "priority": [None, 0, 100, -100],
-    # labels: they ask nothing of the answer
     "extra_key": [None, "tenant"],
     "cache_salt": [None, "salt"],
+    # labels: they ask nothing of the answer
     "routing_key": [None, "user-1"],
     "conversation_id": [None, "c"],
     "custom_labels": [None, {"team": "a"}],

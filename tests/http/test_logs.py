@@ -78,6 +78,7 @@ def test_a_search_is_one_line_with_its_facts(service: Service, log: Log) -> None
         "outcome": "ok",
         "request_id": "abc",
         "prompt_tokens": answer["usage"]["prompt_tokens"],
+        "cached_tokens": 0,
         "width": 16,
         "levels": 3,
         "catalog": "items",

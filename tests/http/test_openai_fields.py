@@ -80,6 +80,7 @@ CHAT_SUPPORTED: dict[str, list[Any]] = {
     "chat_template_kwargs": [None, {}, {"enable_thinking": False}],
     "rid": [None, "r"],
     "cache_salt": [None, "s"],
+    "extra_key": [None, "s"],
     "catalog": [None, "items"],
     "normalizer": [None, "legal"],
     "policy": [None, {"name": "fixed"}],

@@ -179,7 +179,7 @@ def test_the_next_kernels_serve_where_the_first_do_not_build(
     plan = backend.prefill_plan(2, None)
     plan.plan([3], 3)
     out, lse = plan.run(q, k, v)
-    context = backend.context_plan(2, 3, 1)
+    context = backend.context_plan(2, 3, 1, beside=False)
     context.plan([3], [6], [[2, 1]])
     pool = torch.randn(3 * S, K, 128, device=device, dtype=torch.bfloat16)
     beams, _ = context.run(q, pool, pool)

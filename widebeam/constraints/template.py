@@ -30,6 +30,17 @@ class HistoryPrompt(msgspec.Struct, frozen=True, kw_only=True):
     unknown: list[int | str]
     """Items of the history that the catalog does not have, in the order given."""
 
+    @property
+    def warnings(self) -> list[str]:
+        """What of the history did not reach the prompt, in words."""
+        found = []
+        if self.unknown:
+            found.append(f"{len(self.unknown)} history items are not in the catalog: {self.unknown[:5]}")
+        if self.num_dropped:
+            known = self.num_used + self.num_dropped
+            found.append(f"history: only the newest {self.num_used} of {known} known items fit the prompt")
+        return found
+
 
 class HistoryTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """prefix + item + separator + item + .. + suffix.

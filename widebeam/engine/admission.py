@@ -7,6 +7,7 @@ import hashlib
 import math
 import re
 import secrets
+import time
 import uuid
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import rung
 from widebeam.engine.wave import Search, bound_widths, join_factor
 from widebeam.errors import InvalidRequest
+from widebeam.kv.prefix import Prefix
 from widebeam.policies import LevelPlan, level_plan
 
 DEFAULT_NEW_TOKENS = 128
@@ -77,15 +79,7 @@ def admit(
 ) -> tuple[Search, list[str]]:
     """The search that answers the request, filters left aside, and warnings about what has no effect. Raises
     InvalidRequest."""
-    if len(token_ids) > limits.max_context_len:  # first: looking at a million tokens takes time
-        raise InvalidRequest(
-            f"the prompt has {len(token_ids)} tokens, but the context length is {limits.max_context_len}",
-            code="context_too_long",
-            param="input_ids",
-        )
-    tokens = check_tokens(token_ids, limits.vocab_size)
-    if catalog is not None:
-        tokens = catalog.markers.opened(tokens)
+    tokens = opened_prompt(token_ids, catalog, limits)
     levels = _levels(params, catalog, limits)
     sampling = _sampling(params, levels, catalog, limits)
     plan = _plan(params, levels, catalog, limits)
@@ -126,10 +120,31 @@ def admit(
         plan=None if plan.only_widths else plan,
         top_logprobs=params.top_logprobs,
         return_beam_details=params.return_beam_details,
+        prefix=_prefix(tokens, params, limits),
+        keep_until=None if params.ttl_s is None else time.monotonic() + params.ttl_s,
     )
     _check_memory(search, limits.wave)
     _check_budgets(search, limits.budgets)
     return search, warnings + more
+
+
+def opened_prompt(token_ids: Seq[int] | np.ndarray, catalog: Catalog | None, limits: Limits) -> np.ndarray:
+    """The tokens that are computed, int32 [T]: those of the prompt, and the catalog's begin marker. Raises
+    InvalidRequest."""
+    if len(token_ids) > limits.max_context_len:  # first: looking at a million tokens takes time
+        raise InvalidRequest(
+            f"the prompt has {len(token_ids)} tokens, but the context length is {limits.max_context_len}",
+            code="context_too_long",
+            param="input_ids",
+        )
+    tokens = check_tokens(token_ids, limits.vocab_size)
+    return tokens if catalog is None else catalog.markers.opened(tokens)
+
+
+def _prefix(tokens: np.ndarray, params: SearchParams, limits: Limits) -> Prefix | None:
+    if limits.config.prefix_cache == "off":
+        return None
+    return Prefix.of(tokens, limits.wave.page_size, (params.cache_salt or "").encode())
 
 
 def check_tokens(token_ids: Seq[int] | np.ndarray, vocab_size: int) -> np.ndarray:

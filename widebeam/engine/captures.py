@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
@@ -17,7 +18,7 @@ from widebeam.engine import warmup
 from widebeam.engine.compile import Made, captured_at_once, made_so_far
 from widebeam.engine.core import Core
 from widebeam.engine.scheduler import WaveLimits
-from widebeam.engine.shapes import GROUP_TOKENS, request_rung, token_rungs
+from widebeam.engine.shapes import CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, request_rung, token_rungs
 from widebeam.engine.wave import Search, Wave
 
 log = logging.getLogger(__name__)
@@ -52,11 +53,21 @@ class Captures:
 
     def start(self, widest: int, vocab_size: int, longest: int) -> None:
         """The first warm-up, over any token. Larger prompts follow while nobody waits, or now if all is to be met."""
-        graphed = self._core.programs.graphed
+        context, graphed = self._core.context, self._core.programs.graphed
         if self._mode == "none":
-            graphed |= {(requests, tokens) for requests, _ in graphed for tokens in token_rungs(GROUP_TOKENS)}
+            splits = (0,) if context.cache is None else (0, *CONTEXT_SPLITS)
+            graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(GROUP_TOKENS), splits))
             return
         self._meet_all(list(warmup.waves(self._limits, widest, vocab_size, longest)))
+        if context.cache is not None:
+            with self._uncounted():
+                for size, searches in warmup.reusing(vocab_size, longest, context.page_size):
+                    if size is None:
+                        self._run(searches)
+                    else:
+                        graphed.add(size)
+                        self._meet(searches, reuses=True)
+            context.flush()
         self._larger.extend(warmup.large_prompts(self._limits, widest, vocab_size, longest))
         while self._mode == "full" and self.capture_more():
             pass
@@ -77,9 +88,9 @@ class Captures:
                 self._meet(searches)
         log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
 
-    def _meet(self, searches: list[Search]) -> None:
+    def _meet(self, searches: list[Search], reuses: bool = False) -> None:
         """Run a wave until its graphs are captured."""
-        forms = warmup.forms(Wave(searches, self._limits.rows))
+        forms = warmup.forms(Wave(searches, self._limits.rows)) | {reuses}
         if not forms <= self._forms:
             self._run(searches)
             self._forms |= forms
@@ -103,7 +114,7 @@ class Captures:
         if not self._larger:
             return False
         tokens, searches = self._larger.popleft()
-        size = (request_rung(len(searches)), tokens)
+        size = (request_rung(len(searches)), tokens, 0)
         self._core.programs.graphed.add(size)
         try:
             with self._uncounted(), captured_at_once():

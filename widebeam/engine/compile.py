@@ -20,7 +20,7 @@ from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
 from widebeam.engine.shapes import COMMON_TOKENS, REQUEST_RUNGS, token_rungs
 from widebeam.engine.state import PackedPrompts
-from widebeam.engine.step import forward_rows, prompt_body, prompt_last
+from widebeam.engine.step import Reuse, forward_rows, prompt_body, prompt_last
 from widebeam.model.layers import Stream
 
 EAGER = Programs(prompt_body, prompt_last, forward_rows, advance)
@@ -78,7 +78,7 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
         last=compiler(kept_last),
         forward_rows=compiler(forward_rows),
         advance=compiler(advance),
-        graphed={(requests, tokens) for requests in REQUEST_RUNGS for tokens in token_rungs(COMMON_TOKENS)},
+        graphed={(requests, tokens, 0) for requests in REQUEST_RUNGS for tokens in token_rungs(COMMON_TOKENS)},
     )
 
 
@@ -108,9 +108,9 @@ def captured_at_once() -> AbstractContextManager[None]:
     return patched
 
 
-def kept_body(core: Core, prompts: PackedPrompts, plan: int) -> None:
+def kept_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | None) -> None:
     """`prompt_body` that returns nothing: a graph that returned tensors would keep others from running."""
-    residual, delta = prompt_body(core, prompts, plan)
+    residual, delta = prompt_body(core, prompts, plan, reuse)
     core.state.stream_TH[: residual.shape[0]].copy_(residual if delta is None else residual + delta)
 
 

@@ -26,8 +26,9 @@ class Programs:
     """`step.forward_rows`"""
     advance: Callable[..., None]
     """`advance.advance`"""
-    graphed: set[tuple[int, int]] = field(default_factory=set)
-    """Rungs of requests and of prompt tokens that `body` and `last` are for. Others run as they are, by `step`."""
+    graphed: set[tuple[int, int, int]] = field(default_factory=set)
+    """What `body` and `last` are for: rungs of requests and of prompt tokens, and in how many parts attention cuts
+    prefixes that are used again, 0 if none is. Other prompts run as they are, by `step`."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from widebeam.config import EngineConfig, convert
 from widebeam.constraints.catalog import Catalog, catalog_files
@@ -24,13 +25,13 @@ from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.filter_spec import Filters
 from widebeam.constraints.filters import allowed_items
-from widebeam.engine.admission import Limits, admit, make_params
+from widebeam.engine.admission import Limits, admit, make_params, opened_prompt
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
 from widebeam.engine.live_catalogs import LiveCatalogs
 from widebeam.engine.prompts import Prompts
-from widebeam.engine.request import SearchParams, SearchResult
-from widebeam.engine.results import Recommendation, no_result, ranked_items
+from widebeam.engine.request import NO_CATALOG, SearchParams, SearchResult
+from widebeam.engine.results import Prefilled, Recommendation, no_result, ranked_items
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
 from widebeam.engine.stats import OUTCOMES, EngineStats, engine_stats
@@ -44,10 +45,12 @@ from widebeam.errors import (
     DeadlineExceeded,
     Draining,
     EngineDead,
+    EngineError,
     InvalidRequest,
     NotReady,
     RequestError,
 )
+from widebeam.kv.eviction import EVICTION
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import resolve_checkpoint
@@ -93,7 +96,9 @@ class Engine(Blocking):
         self.died = asyncio.Event()
         try:
             files = catalog_files(self.config.catalog)
-            await asyncio.to_thread(POLICIES.discover)
+            for registry in (POLICIES, EVICTION):
+                await asyncio.to_thread(registry.discover)
+            self._check_eviction()
             folder = await asyncio.to_thread(self._read_checkpoint)
             self._worker = Worker(
                 lambda: Runtime(self.config, folder, self.model_config, self.max_context_len),
@@ -138,6 +143,13 @@ class Engine(Blocking):
             )
         return folder
 
+    def _check_eviction(self) -> None:
+        """Raise ConfigError for an eviction policy that nobody offers."""
+        try:
+            EVICTION.get(self.config.prefix_cache_eviction)
+        except (KeyError, EngineError) as error:
+            raise ConfigError(f"--prefix-cache-eviction: {error.args[0]}") from None
+
     async def load_catalog(self, path: str | Path, name: str | None = None) -> Catalog:
         """Read a catalog file and offer it to requests. Raises CatalogError; see `live` for other ways to change."""
         return await self.live.load(path, name)
@@ -178,7 +190,7 @@ class Engine(Blocking):
     # Searching
 
     async def submit(
-        self, token_ids: Seq[int], params: SearchParams, *, catalog: Catalog | None = None
+        self, token_ids: Seq[int] | np.ndarray, params: SearchParams, *, catalog: Catalog | None = None
     ) -> SearchResult:
         """Search. Cancelling the awaiting task cancels the request. Raises RequestError.
 
@@ -216,7 +228,9 @@ class Engine(Blocking):
             del self._waiting[job]
             self._budgets.give_back(search, time.monotonic())
 
-    def _admit(self, token_ids: Seq[int], params: SearchParams, catalog: Catalog | None) -> tuple[Search, list[str]]:
+    def _admit(
+        self, token_ids: Seq[int] | np.ndarray, params: SearchParams, catalog: Catalog | None
+    ) -> tuple[Search, list[str]]:
         """A checked search, filters left aside, and warnings."""
         filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
         plain = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
@@ -292,9 +306,7 @@ class Engine(Blocking):
         """
         self._check_ready()
         params = params or SearchParams()
-        catalog = self.catalogs.get(params.catalog)
-        if catalog is None:
-            raise InvalidRequest("there is no catalog to recommend from", code="no_catalog", param="catalog")
+        catalog = self._catalog(params.catalog)
         catalog.check_fields(fields)
         if unknown_items not in ("ignore", "refuse"):
             raise InvalidRequest(f"unknown_items is {unknown_items!r}: ignore or refuse", param="unknown_items")
@@ -303,17 +315,60 @@ class Engine(Blocking):
             params = msgspec.structs.replace(params, beam_width=width)
         if exclude_history and history is None:
             raise InvalidRequest("exclude_history needs a history", param="exclude_history")
-        room = self.max_context_len - catalog.depth - (catalog.markers.begin is not None)
-        made = await self._prompts.make(catalog, room, history, prompt, messages, input_ids)
+        made = await self._prompts.make(catalog, self._room(catalog), history, prompt, messages, input_ids)
         if made.unknown and unknown_items == "refuse":
             raise InvalidRequest(f"unknown items in history: {made.unknown[:5]}", code="unknown_item", param="history")
         if exclude_history and history is not None:
             params = _denying(params, set(history).difference(made.unknown))
         result = await self.submit(made.token_ids, msgspec.structs.replace(params, n=n), catalog=catalog)
         items = ranked_items(catalog, result.sequences, n, fields, result.mask)
-        if made.unknown:
-            result.warnings.append(f"{len(made.unknown)} history items are not in the catalog: {made.unknown[:5]}")
+        result.warnings += made.warnings
         return Recommendation(items=items, result=result, unknown_items=made.unknown, num_history=made.num_used)
+
+    async def prefill(
+        self,
+        *,
+        history: Seq[int | str] | None = None,
+        prompt: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        input_ids: Seq[int] | None = None,
+        catalog: str | None = None,
+        cache_salt: str | None = None,
+        ttl_s: float | None = None,
+        timeout_ms: int | None = None,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> Prefilled:
+        """Compute the prompt that `recommend` makes of the same, for the prefix cache. Raises RequestError.
+
+        `ttl_s`: seconds within which that is likely to be asked for. The others are as in SearchParams.
+        """
+        self._check_ready()
+        if self.config.prefix_cache == "off":
+            raise InvalidRequest(
+                "there is no prefix cache to fill: start with --prefix-cache on", code="no_prefix_cache"
+            )
+        offered = self._catalog(catalog)
+        made = await self._prompts.make(offered, self._room(offered), history, prompt, messages, input_ids)
+        token_ids = opened_prompt(made.token_ids, offered, self._limits)
+        params = SearchParams(  # one token, which nobody sees, is the least that follows a prompt
+            max_new_tokens=1, catalog=NO_CATALOG, ignore_eos=True, cache_salt=cache_salt, ttl_s=ttl_s,
+            timeout_ms=timeout_ms, priority=priority, request_id=request_id,
+        )  # fmt: skip
+        result = msgspec.structs.replace(await self.submit(token_ids, params), sequences=[])
+        result.warnings += made.warnings
+        page = self.config.page_size
+        return Prefilled(result=result, cacheable_tokens=(result.prompt_tokens - 1) // page * page)
+
+    def _catalog(self, name: str | None) -> Catalog:
+        """The current version of the catalog that is recommended from."""
+        if (catalog := self.catalogs.get(name)) is None:
+            raise InvalidRequest("there is no catalog to recommend from", code="no_catalog", param="catalog")
+        return catalog
+
+    def _room(self, catalog: Catalog) -> int:
+        """Tokens that a history may have, beside the items that are searched behind it."""
+        return self.max_context_len - catalog.depth - (catalog.markers.begin is not None)
 
     # Text
 
@@ -345,6 +400,11 @@ class Engine(Blocking):
     def info(self) -> dict[str, str]:
         """The model, and what was chosen for it at start: dtype, device, attention backend and quantisation."""
         return {"model": self.config.model, **self._runtime.info}
+
+    async def flush_prefixes(self) -> None:
+        """Nothing that was computed for prompts so far is used again. Waits for the wave that is launched."""
+        self._check_ready()
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.flush_prefixes()))
 
     async def check_integrity(self) -> None:
         """Raises RuntimeError if anything leaks. Waits for the wave that runs."""

@@ -129,6 +129,7 @@ def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outco
                     request_id=search.request_id,
                     sequences=sequences,
                     prompt_tokens=search.num_tokens,
+                    cached_tokens=search.num_cached,
                     widths=search.widths,
                     normalizer=search.normalizer,
                     catalog=search.catalog.name if search.catalog else None,

@@ -23,6 +23,7 @@ NO_CATALOG = "none"
 
 
 MAX_TOP_LOGPROBS = 128
+MAX_TTL_S = 3600
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +85,10 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Also return all beams that were live after each level."""
     timeout_ms: Annotated[int, Meta(ge=1, le=3_600_000)] | None = None
     """Time from submission after which the answer is no longer wanted."""
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    """Only prompts of equal salts share what was computed for them."""
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None = None
+    """Time within which the prompt is likely to come again: until then what was computed for it is evicted last."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher goes first, as with SGLang, for as long as nobody else is held up for too long by it."""
     request_id: str | None = None
@@ -133,6 +138,8 @@ class SearchResult(msgspec.Struct, kw_only=True):
     request_id: str
     sequences: list[Sequence]
     prompt_tokens: int
+    cached_tokens: int = 0
+    """The first of them, which were in the prefix cache."""
     widths: tuple[int, ...]
     """Beams that each level could have at most: as asked, but no more than are legal."""
     normalizer: Normalizer

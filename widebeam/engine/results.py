@@ -41,6 +41,15 @@ class Recommendation(msgspec.Struct, kw_only=True):
     """History items that reached the prompt."""
 
 
+class Prefilled(msgspec.Struct, kw_only=True):
+    """A prompt that was computed ahead of its search."""
+
+    result: SearchResult
+    """Without sequences."""
+    cacheable_tokens: int
+    """Its first tokens that a search for it need not compute, as long as they are not evicted."""
+
+
 def rows_of(catalog: Catalog, sequence: Sequence, mask: ItemMask | None) -> Iterable[int]:
     """Rows of the items that a sequence spells and the mask allows, in the catalog's order and up to its limit."""
     rows = catalog.items_at(sequence.node)

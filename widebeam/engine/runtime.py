@@ -34,6 +34,7 @@ from widebeam.engine.wave import Search, Wave
 from widebeam.errors import ConfigError, OutOfMemory
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
+from widebeam.kv.prefix_cache import PrefixCache, PrefixStats
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
 from widebeam.model.fp8 import wants_fp8
@@ -103,6 +104,7 @@ class Runtime:
         if self._compiles:
             self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
             self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
+        self._warmed_up = self._prefix_stats()
 
     def _rooms(self) -> tuple[CatalogArena, MaskPool]:
         """Those of catalogs and masks: taken before the KV pools, which get what is left."""
@@ -120,7 +122,9 @@ class Runtime:
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
-        context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device)
+        kept = config.prefix_cache == "on"
+        cache = PrefixCache(config.page_size, config.prefix_cache_eviction) if kept else None
+        context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device, cache)
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
         return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)
 
@@ -173,6 +177,24 @@ class Runtime:
             torch.cuda.empty_cache()
             raise OutOfMemory(f"the GPU has no room for the graphs of catalog {catalog.name!r}") from None
 
+    def look_up(self, search: Search) -> None:
+        """Say what of a prompt is in ContextKV at this moment."""
+        if search.prefix is not None and (cache := self.core.context.cache) is not None:
+            search.num_cached = cache.peek(search.prefix)
+
+    def flush_prefixes(self, salt: bytes | None = None) -> None:
+        """Nothing that was computed so far is used again; `salt`: nothing of this salt."""
+        self.core.context.flush(salt)
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """Of what came since the warm-up, which left nothing cached; all 0 without a prefix cache. On any thread."""
+        return PrefixStats(*(now - then for now, then in zip(self._prefix_stats(), self._warmed_up, strict=True)))
+
+    def _prefix_stats(self) -> PrefixStats:
+        cache = self.core.context.cache
+        return PrefixStats(*[0] * len(PrefixStats._fields)) if cache is None else cache.stats
+
     def capture_more(self) -> bool:
         """For when nobody waits: see Captures.capture_more."""
         return self._captures is not None and self._captures.capture_more()
@@ -202,12 +224,13 @@ class Runtime:
         def wanted() -> bool:
             return not stopping() and any(job.wanted(time.monotonic()) for job in jobs)
 
+        launched = None
         try:
             self._acquire(self.core, wave)
             trie = self.core.catalogs.trie(wave.catalog) if wave.catalog is not None else None
             launched = launch_wave(self.core, wave, trie, between._replace(wanted=wanted))
         finally:
-            self._release(self.core, wave)
+            self._release(self.core, wave, keep=launched is not None)
         if self._captures:
             self._captures.note()
         return Flight(jobs, launched, started, stopping)
@@ -230,18 +253,20 @@ class Runtime:
     @staticmethod
     def _acquire(core: Core, wave: Wave) -> None:
         """Reserve everything that the wave will need. The scheduler has counted, so a shortage is a bug."""
-        for search in wave.searches:
-            search.lease = core.context.acquire(search.num_tokens)
+        leases = core.context.acquire_together([(search.num_tokens, search.prefix) for search in wave.searches])
+        for search, lease in zip(wave.searches, leases or (), strict=leases is not None):
+            search.lease, search.num_cached = lease, lease.num_cached
         wave.beam_lease = core.beams.acquire(wave.beam_slots)
         wave.mask_lease = core.masks.acquire(wave.mask_places)
         if None in (wave.beam_lease, wave.mask_lease) or any(search.lease is None for search in wave.searches):
             raise RuntimeError("the scheduler formed a wave that the pools cannot hold")
 
     @staticmethod
-    def _release(core: Core, wave: Wave) -> None:
+    def _release(core: Core, wave: Wave, keep: bool) -> None:
+        """`keep`: what its prompts left in ContextKV may be used again."""
         for search in wave.searches:
             if search.lease is not None:
-                core.context.release(search.lease)
+                core.context.release(search.lease, keep, search.keep_until)
                 search.lease = None
         if wave.beam_lease is not None:
             core.beams.release(wave.beam_lease)
@@ -266,6 +291,6 @@ class Runtime:
                 self._acquire(core, wave)
                 launch_wave(core, wave, None, ALONE).result()
             finally:
-                self._release(core, wave)
+                self._release(core, wave, keep=False)
         del core
         gc.collect()

@@ -129,7 +129,7 @@ class Load:
         beam_rows, levels = self.beam_rows + search.beam_rows, max(self.levels, search.levels)
         return Load(
             self.requests + 1,
-            self.tokens + search.num_tokens,
+            self.tokens + search.num_new,
             self.rows + search.rows,
             beam_rows,
             levels,
@@ -165,9 +165,16 @@ class Load:
 class Scheduler:
     """A queue from which waves are cut. The public numbers may be read on any thread."""
 
-    def __init__(self, limits: WaveLimits, drop: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        limits: WaveLimits,
+        drop: Callable[[Outcome], None],
+        look_up: Callable[[Search], None] = lambda search: None,
+    ) -> None:
+        """`look_up` says by `num_cached` what of a prompt need not be computed at this moment."""
         self._limits = limits
         self._drop = drop
+        self._look_up = look_up
         self._queue: list[Job] = []
         """What waits, oldest first."""
         self._held_up: list[Job] = []
@@ -245,6 +252,8 @@ class Scheduler:
     def _cut(self, jobs: list[Job], limits: WaveLimits) -> list[Job]:
         """The first, and whatever of its key fits beside it."""
         wave = jobs[:1]
+        for job in wave:
+            self._look_up(job.search)
         load = self.load(wave)
         closed_by = None
         for job in jobs[1:]:
@@ -263,6 +272,7 @@ class Scheduler:
             return "kind" if job.levels == head.levels else "levels"
         if load.requests == limits.requests:
             return "requests"
+        self._look_up(job.search)
         heavier = load.plus(job.search, limits)
         return "rows" if heavier.rows > self.rows_limit else heavier.over(limits)
 

@@ -21,10 +21,10 @@ from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
 from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
-from widebeam.engine.shapes import GROUP_TOKENS, token_rung
+from widebeam.engine.shapes import GROUP_TOKENS, context_splits, token_rung
 from widebeam.engine.staging import HostCopy, to_device
 from widebeam.engine.state import Noise, PackedPrompts, WaveData
-from widebeam.engine.step import prompt_body, prompt_last
+from widebeam.engine.step import Reuse, prompt_body, prompt_last
 from widebeam.engine.trace import Trace
 from widebeam.engine.wave import Search, Wave
 
@@ -117,44 +117,66 @@ def launch_prompts(core: Core, wave: Wave) -> None:
     """
     programs, device = core.programs, core.state.level.device
     for first, searches in prompt_groups(wave.searches):
-        prompts = PackedPrompts(**to_device(prompt_arrays(core, wave, first, searches), device))
-        rows, lengths = len(prompts.tokens_T), [search.num_tokens for search in searches]
-        graphed = (wave.requests, rows) in programs.graphed
+        rows, splits, graphed = group_size(core, wave, searches)
+        prompts = PackedPrompts(**to_device(prompt_arrays(core, wave, first, searches, rows), device))
+        lengths = [search.num_new for search in searches]
         body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
         plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
         plan.plan(lengths, rows)
-        stream = body(core, prompts, handle)
+        reuse = plan_prefixes(core, wave.requests, rows, splits, searches) if splits else None
+        stream = body(core, prompts, handle, reuse)
         last_plan, last_handle = core.plans.context(wave.requests, wave.requests, 1)
         last_plan.plan([1] * len(lengths), *contexts(searches))
         last(core, prompts, stream, last_handle)
 
 
+def group_size(core: Core, wave: Wave, searches: list[Search]) -> tuple[int, int, bool]:
+    """Rows of a group of prompts, padded to a rung where a graph or a plan is kept for it; in how many parts attention
+    cuts what of them is in ContextKV already, 0 if nothing is; and whether graphs replay it."""
+    total, cached = sum(search.num_new for search in searches), [search.num_cached for search in searches]
+    rows = token_rung(total)
+    splits = context_splits(rows, min(cached)) if any(cached) else 0
+    graphed = (wave.requests, rows, splits) in core.programs.graphed
+    return rows if graphed or splits else total, splits, graphed
+
+
+def plan_prefixes(core: Core, requests: int, rows: int, splits: int, searches: list[Search]) -> Reuse:
+    """How the rows of a group's prompts see what of them is in ContextKV already."""
+    S = core.context.page_size
+    cached = [search.num_cached for search in searches]
+    plan, handle = core.plans.context(requests, rows, splits, beside=True)
+    pages = [search.lease.pages[: search.num_cached // S] if search.lease else [] for search in searches]
+    plan.plan([search.num_new for search in searches], [max(1, count) for count in cached], [p or [0] for p in pages])
+    return Reuse(handle, rows * splits)
+
+
 def prompt_groups(searches: list[Search]) -> Iterator[tuple[int, list[Search]]]:
-    """Consecutive searches with at most GROUP_TOKENS prompt tokens, or one with more, and the place of the first."""
+    """Consecutive searches with at most GROUP_TOKENS new tokens, or one with more, and the place of the first."""
     first, tokens = 0, 0
     for b, search in enumerate(searches):
-        if b > first and tokens + search.num_tokens > GROUP_TOKENS:
+        if b > first and tokens + search.num_new > GROUP_TOKENS:
             yield first, searches[first:b]
             first, tokens = b, 0
-        tokens += search.num_tokens
+        tokens += search.num_new
     yield first, searches[first:]
 
 
-def prompt_arrays(core: Core, wave: Wave, first: int, searches: list[Search]) -> dict[str, np.ndarray]:
-    """The fields of PackedPrompts for a group of the wave's searches, the first of which has row `first`; padded to a
-    rung if a graph is to replay them."""
-    slots = [core.context.slots(search.lease) for search in searches if search.lease]
-    lengths = [search.num_tokens for search in searches]
+def prompt_arrays(core: Core, wave: Wave, first: int, searches: list[Search], rows: int) -> dict[str, np.ndarray]:
+    """The fields of PackedPrompts for a group of the wave's searches, the first of which has row `first`, padded to so
+    many rows."""
+    slots = [core.context.slots(search.lease)[search.num_cached :] for search in searches if search.lease]
+    lengths = [search.num_new for search in searches]
+    cached = [search.num_cached for search in searches]
     total, absent = sum(lengths), [0] * (wave.requests - len(searches))
-    rows = token_rung(total) if (wave.requests, token_rung(total)) in core.programs.graphed else total
 
     def packed(parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([*parts, np.zeros(rows - total, dtype=np.int64)], dtype=np.int64)
 
     spare = core.state.hidden_RH.shape[0] - 1
-    return {
-        "tokens_T": packed([search.token_ids for search in searches]),
-        "positions_T": packed([np.arange(length) for length in lengths]),
+    reuses = {"reuses_T": packed([np.repeat(cached, lengths) > 0])} if any(cached) else {}
+    return reuses | {
+        "tokens_T": packed([search.token_ids[search.num_cached :] for search in searches]),
+        "positions_T": packed([np.arange(search.num_cached, search.num_tokens) for search in searches]),
         "slot_T": packed(slots),
         "last_B": np.array([*(np.cumsum(lengths) - 1), *absent], dtype=np.int64),
         "last_slot_B": np.array([*(slot[-1] for slot in slots), *absent], dtype=np.int64),

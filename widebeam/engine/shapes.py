@@ -20,6 +20,7 @@ GROUP_TOKENS = 20_480
 COMMON_TOKENS = 8192
 """Up to here there are few numbers of prompt tokens, and kernels so short that only a graph launches them in time."""
 TILE = 160
+CONTEXT_SPLITS, SPLIT_ROWS, SPLIT_CONTEXT = (1, 4), 384, 2048
 
 
 class LevelShape(NamedTuple):
@@ -101,7 +102,7 @@ def context_splits(rows: int, shortest_context: int) -> int:
     Measured on an H200 with 16 query heads: 256 rows over 5000 tokens take 44 us in four parts, 84 in one; at four
     times the rows, or at 1000 tokens, parts gain nothing.
     """
-    return 4 if rows <= 384 and shortest_context >= 2048 else 1
+    return CONTEXT_SPLITS[rows <= SPLIT_ROWS and shortest_context >= SPLIT_CONTEXT]
 
 
 def depth_rung(decoded: int) -> int:

@@ -126,6 +126,17 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Of the arena: held by catalog versions, and by those let go since the last one came."""
     catalog_bytes: int
     """--catalog-memory-gib."""
+    prefix_searches: dict[str, int]
+    """Prompts that could share pages, by whether they found any in the prefix cache: hit or miss."""
+    prefix_hit_tokens: int
+    """Prompt tokens that were not computed again, and next those that were."""
+    prefix_miss_tokens: int
+    prefix_evicted_pages: int
+    """Cached pages that made room, and next those that a flush dropped."""
+    prefix_flushed_pages: int
+    prefix_cached_pages: int
+    prefix_idle_pages: int
+    """Of these, the ones that no wave holds."""
     distributions: Distributions
 
 
@@ -136,6 +147,7 @@ def engine_stats(
     in_use, refused, scheduler = budgets.in_use, budgets.refused, worker.scheduler
     on_device = worker.on_device
     context, beams, catalogs = runtime.core.context, runtime.core.beams, runtime.core.catalogs
+    prefix = runtime.prefix_stats
     return EngineStats(
         requests_in_flight=in_use["requests"],
         rows_in_flight=in_use["rows"],
@@ -171,5 +183,12 @@ def engine_stats(
         beam_slots_high_water=beams.high_water,
         catalog_bytes_in_use=catalogs.used_bytes,
         catalog_bytes=catalogs.size_bytes,
+        prefix_searches={"hit": prefix.hit_requests, "miss": prefix.miss_requests},
+        prefix_hit_tokens=prefix.hit_tokens,
+        prefix_miss_tokens=prefix.miss_tokens,
+        prefix_evicted_pages=prefix.evicted_pages,
+        prefix_flushed_pages=prefix.flushed_pages,
+        prefix_cached_pages=prefix.cached_pages,
+        prefix_idle_pages=prefix.idle_pages,
         distributions=scheduler.distributions.copy(),
     )

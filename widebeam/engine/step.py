@@ -8,19 +8,35 @@ Letters: R rows, B requests, T packed prompt tokens, H hidden, J decoded tokens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from widebeam.engine.core import Core
 from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.kv.beam import ancestor_slots
+from widebeam.kv.pools import Pools
 from widebeam.model.attention import context_attention, prefill_attention
 from widebeam.model.layers import Stream
 from widebeam.model.ops import merge_beams, quantize_rows
 from widebeam.model.qwen3 import Attend, Attention
 
 
-def prompt_body(core: Core, prompts: PackedPrompts, plan: int) -> Stream:
-    """Run the packed prompts through all layers but the last, filling ContextKV. `plan` is a PrefillPlan's handle."""
+class Reuse(NamedTuple):
+    """How the rows of prompts see the prefixes before them."""
+
+    plan: int
+    """Handle of a ContextPlan over the prefixes' pages; requests without one have a token of page 0."""
+    query_rows: int
+    """The rows times the parts in which it cuts prefixes."""
+
+
+def prompt_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | None = None) -> Stream:
+    """Run the packed prompts through all layers but the last, filling ContextKV. `plan` is a PrefillPlan's handle.
+
+    With `reuse` the rows are what follows prefixes whose keys and values are in ContextKV already.
+    """
     model, slot_T = core.model, prompts.slot_T
     rotation = model.rotation(prompts.positions_T)
 
@@ -28,9 +44,13 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int) -> Stream:
 
     def attend_in(layer: int) -> Attend:
         def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
-            q_TQD, k_TKD = attention.place(layer, qkv, rotation, core.context.pools.of(layer), slot_T, qkv.shape[0])
-            out_TQD, _ = prefill_attention(q_TQD, k_TKD, attention.values(qkv), plan)
-            return _rows_for(attention, out_TQD)
+            rows, pools = qkv.shape[0], core.context.pools.of(layer)
+            query_rows = rows if reuse is None else reuse.query_rows
+            q, k_TKD = attention.place(layer, qkv, rotation, pools, slot_T, query_rows)
+            out_TQD, lse_TQ = prefill_attention(q[:rows], k_TKD, attention.values(qkv), plan)
+            if reuse is None:
+                return _rows_for(attention, out_TQD)
+            return _behind_prefixes(core, prompts, reuse, q, out_TQD, lse_TQ, pools)
 
         return attend
 
@@ -87,6 +107,23 @@ def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: 
     for layer in range(model.config.num_layers):
         stream = model.layers(layer, stream, attend_in(layer))
     state.hidden_RH[:rows].copy_(model.hidden(stream))
+
+
+def _behind_prefixes(
+    core: Core, prompts: PackedPrompts, reuse: Reuse, q: Tensor, out_TQD: Tensor, lse_TQ: Tensor, pools: Pools
+) -> tuple[Tensor, Tensor]:
+    """Attention over the rows' own prompt merged with that over the prefix before it, as the output projection takes
+    it. Rows of requests without one attend to something there that does not count."""
+    before, lse_before = context_attention(q, *pools, reuse.plan)
+    T, Q, _ = out_TQD.shape
+    assert prompts.reuses_T is not None
+    unused_T1 = (prompts.reuses_T == 0)[:, None]
+    lse_before = lse_before.view(-1, T, Q).masked_fill(unused_T1, -torch.inf).view(-1, Q)
+    nothing_TJ = prompts.slot_T[:, None][:, :0]
+    return merge_beams(
+        q, torch.cat((out_TQD, before)), torch.cat((lse_TQ, lse_before)), *pools, nothing_TJ, core.state.level,
+        core.model.config.head_dim**-0.5, core.plans.lse_scale, core.model.layers.self_attn.o_proj.quantized,
+    )  # fmt: skip
 
 
 def _rows_for(attention: Attention, out_TQD: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,17 +20,21 @@ from widebeam.engine.shapes import (
     COMMON_TOKENS,
     GROUP_TOKENS,
     LEAST_ROWS,
+    SPLIT_CONTEXT,
+    SPLIT_ROWS,
     context_splits,
+    request_rung,
     rung,
     token_rung,
     token_rungs,
 )
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor, narrowed
+from widebeam.kv.prefix import Prefix
 
 LEVELS = 3
 """A first level, one between and a last one."""
-LONG = 2048
-"""A context that is cut in parts."""
+REUSED_TOKENS = 2048
+"""New tokens of prompts of which the rest is there already: beyond, they run kernel by kernel."""
 
 
 def row_rungs(limit: int) -> list[int]:
@@ -77,8 +81,8 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Ite
             if total > shared:
                 yield wave(1, 1, total, vocab_size)
         for size in rows:
-            if longest >= LONG and context_splits(size, LONG) > 1:
-                yield wave(size, widest, LONG * -(-size // widest), vocab_size, longest=longest)
+            if longest >= SPLIT_CONTEXT and context_splits(size, SPLIT_CONTEXT) > 1:
+                yield wave(size, widest, SPLIT_CONTEXT * -(-size // widest), vocab_size, longest=longest)
             yield wave(size, widest, 1, vocab_size, stops=True)
             pair = max(size, 2)  # two at least
             yield wave(pair, min(widest, -(-pair // 2)), 1, vocab_size, levels=(LEVELS, LEVELS - 1))
@@ -96,6 +100,24 @@ def large_prompts(limits: WaveLimits, widest: int, vocab_size: int, longest: int
             searches = wave(1, widest, tokens, vocab_size, longest=longest)
             if may_run(searches, limits):
                 yield token_rung(tokens), searches
+
+
+def reusing(
+    vocab_size: int, longest: int, page_size: int
+) -> Iterator[tuple[tuple[int, int, int] | None, list[Search]]]:
+    """Waves of one prompt whose beginning, short or long, one before left in ContextKV: few new tokens, or a few more.
+
+    With each its size as Programs has it; None with a prompt that only leaves its pages.
+    """
+    for known, most in ((page_size, REUSED_TOKENS), (-(-SPLIT_CONTEXT // page_size) * page_size, SPLIT_ROWS)):
+        for tokens in (1, *token_rungs(most)):
+            if known + tokens > longest - LEVELS:
+                return
+            (search,) = wave(1, 1, known + tokens, vocab_size)
+            prefix = Prefix.of(search.token_ids, page_size, b"warm-up")
+            search.prefix = replace(prefix, keys=prefix.keys[: known // page_size])
+            size = (request_rung(1), tokens, context_splits(tokens, known))
+            yield None if tokens == 1 else size, [search]
 
 
 def may_run(searches: list[Search], limits: WaveLimits) -> bool:

@@ -24,6 +24,7 @@ from widebeam.engine.shapes import (
     request_rung,
     rung,
 )
+from widebeam.kv.prefix import Prefix
 from widebeam.policies import LevelPlan
 
 if TYPE_CHECKING:
@@ -64,7 +65,18 @@ class Search:
     """Its policy, if that does more than set widths."""
     top_logprobs: int = 0
     return_beam_details: bool = False
+    prefix: Prefix | None = None
+    """Under which its prompt may share pages with others; None: with none."""
+    keep_until: float | None = None
+    """Until when its pages are likely to be used again, monotonic seconds."""
+    num_cached: int = field(default=0)
+    """Its first tokens whose keys and values are there: as looked up while it waits, then as its lease has it."""
     lease: ContextLease | None = field(default=None)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that go through the network."""
+        return self.num_tokens - self.num_cached
 
     @property
     def levels(self) -> int:

@@ -140,7 +140,7 @@ class Worker:
                 log.exception("the engine could not start")
             ready.fail(error)
             return
-        self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]))
+        self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]), runtime.look_up)
         reader = Reader(self._deliver, self._on_progress)
         ready.run(runtime)
         try:

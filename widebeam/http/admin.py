@@ -138,5 +138,9 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """For SGLang's clients, which call it before they measure."""
-    return web.Response(text="there is no prefix cache: nothing to flush\n")
+    """Forget what the prefix cache holds, between two waves; SGLang's clients ask for it before they measure."""
+    engine = working_engine(request)
+    if engine.config.prefix_cache == "off":
+        return web.Response(text="there is no prefix cache: nothing to flush\n")
+    await engine.flush_prefixes()
+    return web.Response(text="Cache flushed.\n")

@@ -17,7 +17,7 @@ from widebeam.http.generate import generate
 from widebeam.http.keys import ENGINE, IN_FLIGHT, METRICS, SERVER_CONFIG, STARTED_AT, UPLOADS, InFlight
 from widebeam.http.metrics import Metrics
 from widebeam.http.middleware import around
-from widebeam.http.recommend import recommend
+from widebeam.http.recommend import prefill, recommend
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -36,6 +36,7 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     app.add_routes(
         [
             web.post("/v1/recommend", recommend),
+            web.post("/v1/prefill", prefill),
             web.post("/generate", generate),
             web.put("/generate", generate),
             web.post("/v1/chat/completions", chat_completions),

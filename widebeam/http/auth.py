@@ -41,6 +41,7 @@ ACCESS = {
     "/health": Access.PUBLIC,
     "/ready": Access.PUBLIC,
     "/v1/recommend": Access.USER,
+    "/v1/prefill": Access.USER,
     "/generate": Access.USER,
     "/v1/completions": Access.USER,
     "/v1/chat/completions": Access.USER,
@@ -90,6 +91,25 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+def tenant_salt(request: web.Request, *named: str | None) -> str | None:
+    """The `cache_salt` of a request's searches: equal only for equal API keys and equal `named` salts of the body.
+
+    Any key counts that is sent, whether this server asks for keys or not; all callers without one are one tenant, and
+    have none if they name none. It is a digest, from which nobody finds the key.
+    """
+    told = [_bearer(request), *named]
+    if not any(told):
+        return None
+    return hashlib.sha256(b"".join(_digest(part or "") for part in told)).hexdigest()
+
+
+def _bearer(request: web.Request) -> str | None:
+    """The API key that came with a request."""
+    told = request.headers.getall(hdrs.AUTHORIZATION, [])
+    bearer = _BEARER.fullmatch(told[0]) if len(told) == 1 else None  # of two, who says which counts?
+    return bearer[1] if bearer else None
+
+
 def access_to(request: web.Request) -> Access:
     """The class of the route that was found, never of the path's text. Unknown paths need a key like known ones."""
     resource = request.match_info.route.resource
@@ -99,9 +119,8 @@ def access_to(request: web.Request) -> Access:
 def require(request: web.Request, needed: Access) -> None:
     """Raises Unauthorized without a good key, Forbidden with one that is not good enough."""
     keyring = request.app[KEYRING]
-    told = request.headers.getall(hdrs.AUTHORIZATION, [])
-    bearer = _BEARER.fullmatch(told[0]) if len(told) == 1 else None  # of two, who says which counts?
-    granted = keyring.access(bearer[1]) if bearer else keyring.anonymous
+    key = _bearer(request)
+    granted = keyring.access(key) if key else keyring.anonymous
     if granted >= needed:
         return
     if granted > keyring.anonymous:

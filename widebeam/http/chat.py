@@ -46,7 +46,7 @@ async def chat_completions(request: web.Request) -> web.Response:
     limit_time(request, body.timeout_ms)
     max_tokens = body.max_completion_tokens or body.max_tokens
     plan = plan_choices(
-        engine, body, max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0, request_id=request_id
+        request, engine, body, max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0, request_id=request_id
     )
     plan.fill_context = max_tokens is None and not plan.beams
     prompt_ids = await _prompt_ids(engine, body)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from aiohttp import web
 from msgspec import UNSET
 
 from widebeam.errors import InvalidRequest
+from widebeam.http.auth import tenant_salt
 from widebeam.http.body import Neutral, refuse_unsupported
 from widebeam.http.openai import ChoiceInfo, OpenAIFields, OpenAIResponse, StreamOptions
 from widebeam.http.protocol import Usage
@@ -30,7 +32,13 @@ def check_fields(body: OpenAIFields, neutral: Neutral) -> None:
 
 
 def plan_choices(
-    engine: Engine, body: OpenAIFields, *, max_new_tokens: int | None, top_logprobs: int, request_id: str
+    request: web.Request,
+    engine: Engine,
+    body: OpenAIFields,
+    *,
+    max_new_tokens: int | None,
+    top_logprobs: int,
+    request_id: str,
 ) -> Plan:
     """The search of one prompt."""
     return plan_search(
@@ -41,6 +49,7 @@ def plan_choices(
         top_logprobs=top_logprobs,
         beam_details=bool(body.return_beam_details),
         request_id=request_id,
+        cache_salt=tenant_salt(request, body.cache_salt, body.extra_key),
     )
 
 

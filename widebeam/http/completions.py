@@ -41,7 +41,7 @@ async def completions(request: web.Request) -> web.Response:
     prompts, batched = split_prompts(body.prompt, "prompt")
     request_id = adopt_id(request, body.rid)
     limit_time(request, body.timeout_ms)
-    plan = _plan(engine, body, request_id)
+    plan = _plan(request, engine, body, request_id)
     runs = [_run(request, engine, prompt, index, plan, body) for index, prompt in enumerate(prompts)]
     found = await run_all(runs, batched)
     total = usage(*(result for result, _ in found))
@@ -53,9 +53,10 @@ async def completions(request: web.Request) -> web.Response:
     return event_stream(chunks([_filled(head, [one]) for one in found], total, body.stream_options))
 
 
-def _plan(engine: Engine, body: CompletionRequest, request_id: str) -> Plan:
+def _plan(request: web.Request, engine: Engine, body: CompletionRequest, request_id: str) -> Plan:
     in_catalog = engine.catalogs.get(body.catalog) is not None
     return plan_choices(
+        request,
         engine,
         body,
         max_new_tokens=body.max_tokens or (None if in_catalog else DEFAULT_TOKENS),

@@ -11,6 +11,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from widebeam.errors import InvalidRequest, RequestError
+from widebeam.http.auth import tenant_salt
 from widebeam.http.batches import Prompt, of_prompt, run_all, split_prompts
 from widebeam.http.body import decode, event_stream, json_response, read_body, refuse_unsupported
 from widebeam.http.keys import adopt_id, limit_time, working_engine
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from widebeam.engine.request import SearchResult
 
 T = TypeVar("T")
+D = TypeVar("D")
 _DECODER = msgspec.json.Decoder(GenerateRequest)
 
 
@@ -80,6 +82,8 @@ def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: 
     sampling = _each(body.sampling_params, count, batched, SamplingParams(), "sampling_params")
     logprobs = _each(body.return_logprob, count, batched, False, "return_logprob")
     top_logprobs = _each(body.top_logprobs_num, count, batched, 0, "top_logprobs_num")
+    cache_salts = _each(body.cache_salt, count, batched, None, "cache_salt")
+    extra_keys = _each(body.extra_key, count, batched, None, "extra_key")
     first_id = adopt_id(request, body.rid if isinstance(body.rid, str) else None)
     made_up = [f"{first_id}_{index}" for index in range(count)] if batched else [first_id]
     ids = body.rid if isinstance(body.rid, list) else made_up
@@ -90,7 +94,8 @@ def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: 
         try:
             if top_logprobs[index] and not logprobs[index]:
                 raise InvalidRequest("top_logprobs_num needs return_logprob", param="top_logprobs_num")
-            plan = _plan(engine, body, fields, top_logprobs[index], ids[index])
+            salt = tenant_salt(request, cache_salts[index], extra_keys[index])
+            plan = _plan(engine, body, fields, top_logprobs[index], ids[index], salt)
         except RequestError as error:
             raise of_prompt(index, error) if batched else error from None
         job = Job(
@@ -113,16 +118,19 @@ def _prompts(body: GenerateRequest) -> tuple[list[Prompt], bool]:
     return split_prompts(body.input_ids or [], "input_ids")
 
 
-def _each(given: T | list[T] | None, count: int, batched: bool, default: T, name: str) -> list[T]:
+def _each(given: T | list[T] | None, count: int, batched: bool, default: D, name: str) -> list[T | D]:
     """The value for each prompt, from one for all or a list."""
     if not isinstance(given, list):
-        return [default if given is None else given] * count
+        one: T | D = default if given is None else given
+        return [one] * count
     if not batched or len(given) != count:
         raise InvalidRequest(f"{name} has {len(given)} entries, but there is {count} prompt(s)", param=name)
-    return given
+    return [*given]
 
 
-def _plan(engine: Engine, body: GenerateRequest, fields: SamplingParams, top_logprobs: int, rid: str) -> Plan:
+def _plan(
+    engine: Engine, body: GenerateRequest, fields: SamplingParams, top_logprobs: int, rid: str, cache_salt: str | None
+) -> Plan:
     refuse_unsupported(fields, SAMPLING_NEUTRAL, "sampling_params.")
     if body.beam_width is not None:
         if fields.beam_width not in (None, body.beam_width) or fields.n not in (None, body.beam_width):
@@ -139,6 +147,7 @@ def _plan(engine: Engine, body: GenerateRequest, fields: SamplingParams, top_log
         top_logprobs=top_logprobs,
         beam_details=bool(body.return_beam_details),
         request_id=rid,
+        cache_salt=cache_salt,
         where="sampling_params.",
     )
     plan.fill_context = fields.max_new_tokens is None
@@ -179,6 +188,7 @@ def _answer(
         **msgspec.structs.asdict(best.meta_info),
         id=result.request_id,
         prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.cached_tokens,
         completion_tokens=completion_tokens,
         normalizer=result.normalizer,
         input_token_logprobs=[] if job.logprobs else UNSET,

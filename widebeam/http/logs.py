@@ -21,9 +21,10 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 @dataclass
 class RequestFacts:
-    """What a request's searches were: of a batch the sum of prompt tokens, and of the rest the largest."""
+    """What a request's searches were: of a batch the sums of prompt and cached tokens, and of the rest the largest."""
 
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     width: int | None = None
     levels: int | None = None
     queue_ms: float | None = None
@@ -37,6 +38,7 @@ class RequestFacts:
         """One more search is done."""
         timing = result.timing_ms
         self.prompt_tokens = (self.prompt_tokens or 0) + result.prompt_tokens
+        self.cached_tokens = (self.cached_tokens or 0) + result.cached_tokens
         self.width = max(self.width or 0, *result.widths)
         self.levels = max(self.levels or 0, len(result.widths))
         self.queue_ms = max(self.queue_ms or 0.0, round(timing.queue, 3))
@@ -49,6 +51,7 @@ class RequestFacts:
         """A search for which those that were added had to wait: times add up."""
         timing = result.timing_ms
         self.prompt_tokens = (self.prompt_tokens or 0) + result.prompt_tokens
+        self.cached_tokens = (self.cached_tokens or 0) + result.cached_tokens
         self.levels = max(self.levels or 0, len(result.widths))
         self.queue_ms = round((self.queue_ms or 0.0) + timing.queue, 3)
         self.prefill_ms = round((self.prefill_ms or 0.0) + timing.prefill, 3)

@@ -36,6 +36,11 @@ _COUNTERS = {
     "jobs_dropped": ("jobs_dropped", None, "Searches that left the queue without running: cancelled or too late"),
     "out_of_memory": ("out_of_memory", None, "Waves that ran out of the device's memory"),
     "fallbacks": ("fallbacks", None, "Slower ways taken than the device has"),
+    "prefix_searches": ("prefix_searches", "outcome", "Searches, by whether they found pages in the prefix cache"),
+    "prefix_hit_tokens": ("prefix_hit_tokens", None, "Prompt tokens that were in the prefix cache"),
+    "prefix_miss_tokens": ("prefix_miss_tokens", None, "Prompt tokens that could be in the prefix cache and were not"),
+    "prefix_evicted_pages": ("prefix_evicted_pages", None, "Cached pages that made room for others"),
+    "prefix_flushed_pages": ("prefix_flushed_pages", None, "Cached pages that were flushed"),
     "late_graphs": ("late_graphs", None, "Graphs captured after warm-up, for sizes that it did not meet"),
 }
 """Metric: field of the engine's statistics, what its keys are if it is a table, and the help text."""
@@ -59,6 +64,8 @@ _GAUGES = {
     "beam_slots_high_water": "Most beam slots that one wave has held",
     "catalog_bytes_in_use": "Device memory that catalog versions hold",
     "catalog_bytes": "Device memory for catalogs",
+    "prefix_cached_pages": "Context pages in the prefix cache",
+    "prefix_idle_pages": "Those of them that no wave holds: room for whoever needs it",
 }
 _HISTOGRAMS = {
     "wave_requests": "Searches of a wave",

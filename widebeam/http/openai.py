@@ -13,6 +13,7 @@ from widebeam.http.body import Neutral, known_fields
 from widebeam.http.protocol import (
     MAX_PROMPT_IDS,
     BeamWidth,
+    CacheSalt,
     ChatMessage,
     LengthPenalty,
     Name,
@@ -28,9 +29,8 @@ from widebeam.policies import PolicySpec
 
 LABELS = (
     "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-    "cache_salt",
 )  # fmt: skip
-"""There is no prompt cache."""
+"""There is one prefix cache, to which nobody has to be routed, and which evicts by itself."""
 
 _MESSAGE_OFF = "name refusal annotations audio function_call tool_calls reasoning_content"
 MESSAGE_NEUTRAL: Neutral = dict.fromkeys(_MESSAGE_OFF.split(), ())
@@ -103,6 +103,9 @@ class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     length_penalty: LengthPenalty | None = None
     timeout_ms: TimeoutMs | None = None
     priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    extra_key: CacheSalt | None = None
+    """SGLang's second salt."""
 
     @property
     def keeps_stop(self) -> bool:

@@ -26,6 +26,8 @@ from widebeam.http.protocol import (
     Health,
     ModelCard,
     ModelList,
+    PrefillRequest,
+    PrefillResponse,
     PutCatalog,
     RecommendRequest,
     RecommendResponse,
@@ -70,11 +72,14 @@ _GENERATE = Operation(
 )
 _MODEL_INFO = Operation("Facts about the model", _FACTS, failures=(503,))
 _SERVER_INFO = Operation("Effective settings and statistics", _FACTS, failures=(503,))
-_FLUSH_CACHE = Operation("Nothing: there is no prefix cache", str)
+_FLUSH_CACHE = Operation("Empties the prefix cache", str, failures=(503,))
 
 OPERATIONS = {
     ("POST", "/v1/recommend"): Operation(
         "A history in, ranked items out", RecommendResponse, RecommendRequest, _BODY + _SEARCH
+    ),
+    ("POST", "/v1/prefill"): Operation(
+        "Computes the prompt of a recommendation ahead of it", PrefillResponse, PrefillRequest, _BODY + _SEARCH
     ),
     ("POST", "/generate"): _GENERATE,
     ("PUT", "/generate"): _GENERATE,

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from widebeam.config import MAX_BEAM_WIDTH
 from widebeam.constraints.filter_spec import Filters, ItemId
 from widebeam.constraints.header import MAX_NAME_LENGTH, SidForm
-from widebeam.engine.request import Normalizer, Timing, TokenId
+from widebeam.engine.request import MAX_TTL_S, Normalizer, Timing, TokenId
 from widebeam.engine.results import Item
 from widebeam.policies import PolicySpec
 
@@ -26,6 +26,7 @@ LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
 PromptIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_IDS)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -47,6 +48,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+History = Annotated[list[ItemId], Meta(max_length=MAX_HISTORY)]
 
 
 class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +68,7 @@ class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/recommend. Exactly one of `history`, `prompt`, `messages` and `input_ids` is given."""
 
-    history: Annotated[list[ItemId], Meta(max_length=MAX_HISTORY)] | None = None
+    history: History | None = None
     """Item ids, oldest first; the catalog's template turns them into the prompt."""
     prompt: str | None = None
     messages: Messages | None = None
@@ -81,6 +83,24 @@ class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     """What to do with history items that the catalog lacks: leave them out with a warning, or answer 400."""
     exclude_history: bool = False
     """Return no item of the history."""
+    cache_salt: CacheSalt | None = None
+    """Only prompts of equal salts, and of equal API keys, share what was computed for them."""
+    request_id: RequestId | None = None
+
+
+class PrefillRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/prefill: what of the body of a /v1/recommend that is to come makes its prompt, and for whom."""
+
+    history: History | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    input_ids: PromptIds | None = None
+    catalog: Name | None = None
+    cache_salt: CacheSalt | None = None
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None = None
+    """Seconds within which it is likely to come; until then what was computed is evicted last."""
+    timeout_ms: TimeoutMs | None = None
+    priority: Priority | None = None
     request_id: RequestId | None = None
 
 
@@ -93,6 +113,13 @@ class CompletionDetails(msgspec.Struct, kw_only=True):
     """What is part of `completion_tokens`."""
 
     reasoning_tokens: int
+
+
+class PromptDetails(msgspec.Struct, kw_only=True):
+    """What is part of `prompt_tokens`."""
+
+    cached_tokens: int
+    """Not computed again: they were in the prefix cache."""
 
 
 class CatalogInfo(msgspec.Struct, kw_only=True):
@@ -171,6 +198,7 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
     """With thinking."""
 
@@ -185,6 +213,18 @@ class RecommendResponse(msgspec.Struct, kw_only=True):
     items: list[Item]
     usage: Usage
     timing_ms: Timing
+    warnings: list[str]
+
+
+class PrefillResponse(msgspec.Struct, kw_only=True):
+    """Answer of POST /v1/prefill, counts in tokens."""
+
+    id: str
+    prompt_tokens: int
+    cached_tokens: int
+    """Of these, what had been computed before."""
+    cacheable_tokens: int
+    """Of these, what a request for this prompt need not compute."""
     warnings: list[str]
 
 

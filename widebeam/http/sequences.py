@@ -13,7 +13,7 @@ from widebeam.engine.request import NO_CATALOG, SearchParams
 from widebeam.engine.results import rows_of
 from widebeam.errors import InvalidRequest
 from widebeam.http.keys import FACTS, METRICS
-from widebeam.http.protocol import SearchOptions, Usage
+from widebeam.http.protocol import PromptDetails, SearchOptions, Usage
 from widebeam.http.sampling import SamplingFields, beam_plan, text_sampling, token_bias, without_effect
 from widebeam.http.stop_strings import Stop, find_stop
 
@@ -61,9 +61,11 @@ def plan_search(
     top_logprobs: int,
     beam_details: bool,
     request_id: str,
+    cache_salt: str | None,
     where: str = "",
 ) -> Plan:
-    """What the fields ask for; `where` is the path to those of sampling. Raises InvalidRequest or NotFound."""
+    """What the fields ask for; `where` is the path to those of sampling. `cache_salt`: see `auth.tenant_salt`. Raises
+    InvalidRequest or NotFound."""
     catalog = engine.catalogs.get(options.catalog)
     plan = beam_plan(fields, options.policy, catalog is not None, where)
     vocab_size = engine.model_config.vocab_size
@@ -93,6 +95,7 @@ def plan_search(
         top_logprobs=top_logprobs,
         return_beam_details=beam_details,
         timeout_ms=options.timeout_ms,
+        cache_salt=cache_salt,
         priority=options.priority or 0,
         request_id=request_id,
     )
@@ -201,4 +204,9 @@ def usage(*results: SearchResult) -> Usage:
     """Sums over searches: each prompt once, and all sequences."""
     prompt = sum(result.prompt_tokens for result in results)
     completion = sum(result.completion_tokens for result in results)
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(result.cached_tokens for result in results)),
+    )

@@ -11,14 +11,11 @@ from widebeam.config import Seed
 from widebeam.engine.request import MAX_TOP_LOGPROBS, LevelBeams, Normalizer, TokenId
 from widebeam.http.batches import MAX_BATCH
 from widebeam.http.body import Neutral, known_fields
-from widebeam.http.protocol import MAX_PROMPT_IDS, BeamWidth, PromptIds, RequestId, SearchOptions
+from widebeam.http.protocol import MAX_PROMPT_IDS, BeamWidth, CacheSalt, PromptIds, RequestId, SearchOptions
 from widebeam.http.sampling import Levels, MinTokens, SamplingFields, StopString
 
-LABELS = (
-    "cache_salt", "extra_key", "routing_key", "conversation_id", "custom_labels", "external_trace_header",
-    "received_time",
-)  # fmt: skip
-"""There is no prefix cache to salt and one engine to route to."""
+LABELS = ("routing_key", "conversation_id", "custom_labels", "external_trace_header", "received_time")
+"""There is one engine to route to."""
 
 _GENERATE_OFF = """
     input_embeds session_id session_params no_logs token_ids_logprob
@@ -49,6 +46,7 @@ SAMPLING_NEUTRAL: Neutral = {
 
 
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+CacheSalts = CacheSalt | Annotated[list[CacheSalt], Meta(max_length=MAX_BATCH)]
 
 
 @known_fields(SAMPLING_NEUTRAL)
@@ -78,6 +76,9 @@ class GenerateRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     return_prompt_token_ids: bool | None = None
     beam_width: BeamWidth | None = None
     """For sampling_params that have no beam field: width and number of sequences."""
+    cache_salt: CacheSalts | None = None
+    extra_key: CacheSalts | None = None
+    """A second salt: both must be equal for prompts to share."""
     return_beam_details: bool | None = None
     """Not SGLang's: the beams that were live after each level."""
 
@@ -106,7 +107,7 @@ class RequestMeta(BeamMeta, kw_only=True):
     completion_tokens: int
     e2e_latency: float
     response_sent_to_client_ts: float
-    cached_tokens: int = 0
+    cached_tokens: int
     reasoning_tokens: int = 0
     num_retractions: int = 0
     weight_version: str = "default"

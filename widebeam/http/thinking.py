@@ -1,6 +1,7 @@
 """Thinking before a search: a text is drawn first, and the beams go on behind it.
 
-The two are searches of their own: the second one's prompt holds the text, and is prefilled from its beginning.
+The two are searches of their own: the second one's prompt holds the text, and finds in the prefix cache, if there is
+one, what the first one computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from widebeam.engine.request import NO_CATALOG, Sampling, SearchParams
 from widebeam.errors import InvalidRequest
 from widebeam.http.keys import METRICS
 from widebeam.http.openai import ChatRequest, ChatResponse, OpenAIResponse
-from widebeam.http.protocol import CompletionDetails, Usage
+from widebeam.http.protocol import CompletionDetails, PromptDetails, Usage
 from widebeam.http.sampling import Thinking
 
 if TYPE_CHECKING:
@@ -58,13 +59,17 @@ class Thought(NamedTuple):
     """Tokens of `prompt_ids` that were drawn."""
 
     def usage(self, result: SearchResult) -> Usage:
-        """Of thinking and of the search behind it; the prompt counts once, with what was put behind the text."""
+        """Of thinking and of the search behind it; the prompt counts once, with what was put behind the text.
+
+        Cached is what was there before either: the second search mostly finds what the first one left.
+        """
         drawn = self.result.completion_tokens
         prompt, completion = result.prompt_tokens - self.kept, result.completion_tokens + drawn
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
+            prompt_tokens_details=PromptDetails(cached_tokens=self.result.cached_tokens),
             completion_tokens_details=CompletionDetails(reasoning_tokens=drawn),
         )
 
@@ -101,6 +106,7 @@ async def think(
             seed=asked.seed,
         ),
         timeout_ms=plan.params.timeout_ms,
+        cache_salt=plan.params.cache_salt,
         priority=plan.params.priority,
         request_id=plan.params.request_id,
     )

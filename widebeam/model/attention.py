@@ -64,11 +64,11 @@ class AttentionBackend(Protocol):
     def prefill_plan(self, requests: int, rows: int | None) -> PrefillPlan:
         """A plan for up to so many prompts, in exactly `rows` rows if a graph is to replay it."""
 
-    def context_plan(self, requests: int, rows: int, splits: int) -> ContextPlan:
+    def context_plan(self, requests: int, rows: int, splits: int, beside: bool) -> ContextPlan:
         """A plan for up to so many requests in exactly `rows` rows.
 
         With `splits` > 1 each context may be cut in so many parts, so that few rows fill the device; every context then
-        has at least so many pages.
+        has at least so many pages. `beside`: what is planned holds beside that of a PrefillPlan.
         """
 
 
@@ -100,7 +100,7 @@ class Plans:
         self._backend = backend
         self.lse_scale = backend.lse_scale
         self._prefill: dict[tuple[int, int | None], tuple[PrefillPlan, int]] = {}
-        self._context: dict[tuple[int, int, int], tuple[ContextPlan, int]] = {}
+        self._context: dict[tuple[int, int, int, bool], tuple[ContextPlan, int]] = {}
 
     def prefill(self, requests: int, rows: int | None) -> tuple[PrefillPlan, int]:
         """The plan of that shape, and its handle."""
@@ -109,9 +109,9 @@ class Plans:
             self._prefill[key] = register_plan(self._backend.prefill_plan(*key))
         return self._prefill[key]
 
-    def context(self, requests: int, rows: int, splits: int) -> tuple[ContextPlan, int]:
-        """The plan of that shape, and its handle."""
-        key = (requests, rows, splits)
+    def context(self, requests: int, rows: int, splits: int, *, beside: bool = False) -> tuple[ContextPlan, int]:
+        """The plan of that shape, and its handle. `beside`: one that is used together with a PrefillPlan."""
+        key = (requests, rows, splits, beside)
         if key not in self._context:
             self._context[key] = register_plan(self._backend.context_plan(*key))
         return self._context[key]

@@ -50,7 +50,8 @@ def _gist(error: Exception) -> str:
 
 
 class FlashInferBackend:
-    """Wrappers that share one workspace: they plan and run one after another on one stream.
+    """Wrappers that share one workspace: they plan and run one after another on one stream. Plans that are used beside
+    those of prefill have a second one.
 
     Raises RuntimeError if none of FlashInfer's kernels can be built and run here.
     """
@@ -64,8 +65,9 @@ class FlashInferBackend:
     ) -> None:
         self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         self.page_size, self.max_pages, self.dtype, self.device = page_size, max_pages, dtype, device
-        self.workspace, self.int_workspace = (
-            torch.empty(size, dtype=torch.uint8, device=device) for size in (WORKSPACE_BYTES, INT_WORKSPACE_BYTES)
+        self.workspace, self.int_workspace, self.int_workspace_beside = (
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for size in (WORKSPACE_BYTES, INT_WORKSPACE_BYTES, INT_WORKSPACE_BYTES)
         )
         self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = itertools.count()
@@ -86,7 +88,7 @@ class FlashInferBackend:
         """Build what every wave needs, and run it once. Building takes minutes where nothing is cached."""
         Q, K, D = self.heads
         rows = [torch.zeros(2, heads, D, dtype=self.dtype, device=self.device) for heads in (Q, K, K)]
-        prefill, context = self.prefill_plan(1, None), self.context_plan(1, 2, 1)
+        prefill, context = self.prefill_plan(1, None), self.context_plan(1, 2, 1, beside=False)
         prefill.plan([2], 2)
         prefill.run(*rows)
         context.plan([2], [1], [[0]])
@@ -102,10 +104,10 @@ class FlashInferBackend:
     def prefill_plan(self, requests: int, rows: int | None) -> FlashInferPrefill:
         return FlashInferPrefill(self, requests, rows)
 
-    def context_plan(self, requests: int, rows: int, splits: int) -> FlashInferContext:
-        return FlashInferContext(self, requests, rows, splits)
+    def context_plan(self, requests: int, rows: int, splits: int, beside: bool) -> FlashInferContext:
+        return FlashInferContext(self, requests, rows, splits, beside)
 
-    def stage(self, wrapper: Any) -> torch.cuda.Event:
+    def stage(self, wrapper: Any, beside: bool = False) -> torch.cuda.Event:
         """Give the wrapper a pinned buffer that no copy reads any more; record the event when the plan is queued."""
         if len(self._stages) < STAGES:
             buffer = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -114,7 +116,8 @@ class FlashInferBackend:
         else:
             buffer, event = self._stages[next(self._turn) % STAGES]
             event.synchronize()
-        wrapper._pin_memory_int_workspace_buffer, wrapper._int_workspace_buffer = buffer, self.int_workspace
+        wrapper._pin_memory_int_workspace_buffer = buffer
+        wrapper._int_workspace_buffer = self.int_workspace_beside if beside else self.int_workspace
         return event
 
 
@@ -153,10 +156,11 @@ class FlashInferContext:
     one token of page 0, so that every row is written.
     """
 
-    def __init__(self, backend: FlashInferBackend, requests: int, rows: int, splits: int) -> None:
+    def __init__(self, backend: FlashInferBackend, requests: int, rows: int, splits: int, beside: bool) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._backend, self._requests, self._rows, self._splits = backend, requests, rows, splits
+        self._beside = beside
         batch = splits * (requests + 1)
 
         def buffer(size: int) -> Tensor:
@@ -172,7 +176,7 @@ class FlashInferContext:
         backend = self._backend
         rows, tables, last = self._parts(widths, lengths, pages)
         indices = torch.from_numpy(np.concatenate([np.asarray(table, dtype=np.int32) for table in tables]))
-        event = backend.stage(self._wrapper)
+        event = backend.stage(self._wrapper, self._beside)
         self._wrapper.plan(
             torch.from_numpy(np.cumsum([0, *rows], dtype=np.int32)),
             torch.from_numpy(np.cumsum([0, *map(len, tables)], dtype=np.int32)),

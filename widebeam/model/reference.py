@@ -76,7 +76,7 @@ class TorchBackend:
     def prefill_plan(self, requests: int, rows: int | None) -> TorchPrefill:
         return TorchPrefill(self._scale)
 
-    def context_plan(self, requests: int, rows: int, splits: int) -> TorchContext:
+    def context_plan(self, requests: int, rows: int, splits: int, beside: bool) -> TorchContext:
         return TorchContext(self._scale, self._page_size, self._device)
 
 
