@@ -26,7 +26,7 @@ import multiprocessing
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ MORE_OFTEN = 3
 """Cold requests for each repeat of the others: a difference of 2 % is small."""
 TIMES_THE_POOL = 10
 """Users of the replay for each that fits the pool; of those that always hit there are a quarter of these."""
-SAVING_S = 0.5
+SAVING_S = 0.2
 """Time to save a prompt in the host's memory before others push it out."""
 
 
@@ -169,17 +169,25 @@ async def measure(arguments: argparse.Namespace, mode: str, fit: int | None) -> 
     return found
 
 
-def in_a_process(arguments: argparse.Namespace, mode: str, fit: int | None) -> dict[str, Any]:
+Measured = Callable[[argparse.Namespace, str, int | None], dict[str, Any]]
+
+
+def here(arguments: argparse.Namespace, mode: str, fit: int | None) -> dict[str, Any]:
     return asyncio.run(measure(arguments, mode, fit))
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def apart(arguments: argparse.Namespace, mode: str, fit: int | None) -> dict[str, Any]:
+    """By a process of its own, which leaves nothing on the device."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        return alone.submit(here, arguments, mode, fit).result()
+
+
+def run(arguments: argparse.Namespace, measured: Measured = apart) -> dict[str, Any]:
     """All modes one after the other: each has the whole device. Replays are the same in all."""
     modes: dict[str, Any] = {}
     for mode in modes_of(arguments):
         fit = modes["off"]["users_that_fit"] if modes else None
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-            modes[mode] = alone.submit(in_a_process, arguments, mode, fit).result()
+        modes[mode] = measured(arguments, mode, fit)
     return header(arguments) | {"command": shlex.join(sys.argv), "modes": modes}
 
 

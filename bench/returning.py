@@ -119,4 +119,5 @@ async def replay(
 
 def restored_tokens(engine: Engine) -> int:
     """Tokens whose keys and values have come back from the host's memory so far; 0 without a host tier."""
-    return getattr(engine.stats(), "prefix_restored_pages", 0) * engine.config.page_size
+    tokens: int = getattr(engine._runtime.prefix_stats, "restored_tokens", 0)
+    return tokens
