@@ -67,6 +67,8 @@ nightly:
 	$(BREAKDOWN) --save $(NIGHTLY)/7-breakdown-bf16.json
 	$(BREAKDOWN) --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/8-breakdown-fp8-catalog.json
 	$(PYTHON) bench/catalog.py build/qwen3-0.6b --save $(NIGHTLY)/9-catalog.json
+	$(PYTHON) bench/history.py build/qwen3-1.7b --host-gib 64 --save $(NIGHTLY)/9-history.json -- --max-total-tokens 200000
+	$(PYTHON) bench/starts.py build/qwen3-1.7b --save $(NIGHTLY)/9-starts.json
 	for fp8 in "" "--quantization fp8"; do \
 	  $(ACCURACY) examples/movielens/checkpoint $$fp8 --cases 97x64x64 193x16x256 \
 	    --save $(NIGHTLY)/9-accuracy-movielens$${fp8:+-fp8}.json && \
