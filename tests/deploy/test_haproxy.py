@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,13 @@ from widebeam.retries import error_of
 pytestmark = needs("haproxy")
 KEY = {"Authorization": "Bearer a-key-of-the-deployment-tests"}
 SESSIONS = [f"session-{number}" for number in range(60)]
-LONGER = LONG | {"sampling_params": {"beam_width": 64, "n": 8, "max_new_tokens": 480, "ignore_eos": True}}
+
+
+def longer(levels: int) -> dict[str, Any]:
+    return LONG | {"sampling_params": LONG["sampling_params"] | {"max_new_tokens": levels}}
+
+
+ENDLESS, OUTLASTS_PROBES = longer(480), longer(160)
 
 
 @dataclass
@@ -134,7 +141,7 @@ def test_large_bodies_are_refused_before_they_travel(fleet: Fleet) -> None:
 
 def test_a_client_that_leaves_ends_its_search(fleet: Fleet) -> None:
     name = fleet.by_session(["leaving"])["leaving"]
-    body = json.dumps(LONGER).encode()
+    body = json.dumps(ENDLESS).encode()
     with closing(socket.create_connection(fleet.proxy.address, timeout=30)) as line:
         head = (
             f"POST /generate HTTP/1.1\r\nHost: x\r\nx-session-id: leaving\r\nAuthorization: {KEY['Authorization']}\r\n"
@@ -197,7 +204,7 @@ def test_the_sessions_of_a_killed_server_move_and_no_other(fleet: Fleet) -> None
     name = before[SESSIONS[0]]
     others = {other: fleet.searches(other) for other in fleet.servers if other != name}
     with ThreadPoolExecutor(1) as pool:
-        begun = pool.submit(fleet.proxy.call, "POST", "/generate", LONGER, SESSIONS[0])
+        begun = pool.submit(fleet.proxy.call, "POST", "/generate", ENDLESS, SESSIONS[0])
         wait_until(fleet.servers[name].works_on_long)
         fleet.servers[name].popen.kill()
         fleet.servers.pop(name).popen.wait()
@@ -253,7 +260,7 @@ def test_a_server_taken_out_finishes_and_comes_back(fleet: Fleet) -> None:
     """As docs/operations.md says: nobody gets anything but an answer."""
     session = SESSIONS[1]
     name = fleet.by_session([session])[session]
-    with ThreadPoolExecutor(1) as pool, Load(fleet.proxy).running(3) as load:
+    with ThreadPoolExecutor(1) as pool, Load(fleet.proxy).running(2) as load:
         load.grows(20)
         begun = pool.submit(fleet.proxy.call, "POST", "/generate", LONG, session)
         wait_until(fleet.servers[name].works_on_long)
@@ -276,9 +283,9 @@ def test_a_server_that_is_told_to_stop_leaves_at_once(fleet: Fleet) -> None:
     """Its requests finish. Until the probes have seen it, others are told that nobody worked for them."""
     session = SESSIONS[1]
     name = fleet.by_session([session])[session]
-    with ThreadPoolExecutor(1) as pool, Load(fleet.proxy).running(3) as load:
+    with ThreadPoolExecutor(1) as pool, Load(fleet.proxy).running(2) as load:
         load.grows(20)
-        begun = pool.submit(fleet.proxy.call, "POST", "/generate", LONG, session)
+        begun = pool.submit(fleet.proxy.call, "POST", "/generate", OUTLASTS_PROBES, session)
         wait_until(fleet.servers[name].works_on_long)
         fleet.servers[name].popen.send_signal(signal.SIGTERM)
         wait_until(lambda: states(fleet)[name] == "DOWN")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVE = (sys.executable, "-m", "widebeam", "serve")
 
 LEVELS = 120
-LONG = {
+LONG: dict[str, Any] = {
     "input_ids": [5] * 20,
     "catalog": "none",
     "sampling_params": {"beam_width": 8, "n": 8, "max_new_tokens": LEVELS, "ignore_eos": True},
