@@ -107,3 +107,17 @@ $(COMPAT)/.installed: pyproject.toml constraints.txt tests/compat/requirements.t
 	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt -e . $(PIP_ARGS)
 	$(COMPAT)/bin/python -m pip install --quiet --no-deps -c constraints.txt -r tests/compat/requirements.txt $(PIP_ARGS)
 	touch $@
+
+# make deploy-test   deploy/ with all that checks it; needs Debian's packages haproxy and prometheus (for promtool)
+.PHONY: deploy-test
+DEPLOY := build/deploy
+deploy-test: $(INSTALLED) $(DEPLOY)/.installed
+	@for tool in haproxy promtool; do command -v $$tool > /dev/null || \
+	  { echo "make deploy-test needs $$tool: apt-get install haproxy prometheus" >&2; exit 1; }; done
+	PATH="$(CURDIR)/$(DEPLOY)/bin:$$PATH" $(BIN)/python -m pytest -q tests/deploy
+
+$(DEPLOY)/.installed: tests/deploy/requirements.txt
+	$(PYTHON) -m venv --clear $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet --upgrade pip
+	$(DEPLOY)/bin/python -m pip install --quiet -r tests/deploy/requirements.txt $(PIP_ARGS)
+	touch $@
