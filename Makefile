@@ -105,3 +105,16 @@ $(COMPAT)/.installed: pyproject.toml constraints.txt tests/compat/requirements.t
 	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt -e . $(PIP_ARGS)
 	$(COMPAT)/bin/python -m pip install --quiet --no-deps -c constraints.txt -r tests/compat/requirements.txt $(PIP_ARGS)
 	touch $@
+
+# make ray-test   replicas behind Ray Serve on this machine: routes, affinity, failures, an update under load
+.PHONY: ray-test
+ray-test: export PYTHONPATH := $(CURDIR)
+RAY := build/ray
+ray-test: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest -q tests/deploy/test_ray.py
+
+$(RAY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --upgrade pip
+	$(RAY)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]' $(PIP_ARGS)
+	touch $@
