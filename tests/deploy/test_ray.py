@@ -42,7 +42,7 @@ def applications(checkpoint: Path, catalog_file: Path) -> list[dict[str, Any]]:
     whole = application("whole", "/", engine, replicas=2)
     whole["args"]["server"] = {"served_model_name": MODEL_NAME}
     small = application("small", "/small", engine | {"max_waiting_requests": 2, "max_waiting_rows": 16},
-                        max_queued_requests=1, retry_after_s=7, max_replicas=2)  # fmt: skip
+                        max_queued_requests=1, retry_after_s=7, max_replicas=2, target_rows=4)  # fmt: skip
     frail = application("frail", "/frail", engine | {"hang_timeout_s": 0.001}, health_check_period_s=0.5)
     return [whole, small, frail]
 
@@ -168,6 +168,12 @@ def test_too_much_is_refused_by_the_engine_in_its_words_and_by_the_proxy_in_its_
     assert by_proxy and {answer.headers["retry-after"] for answer in by_proxy} == {"7"}
 
 
+def test_rows_in_flight_bring_another_replica(deployed: Cluster) -> None:
+    assert len(deployed.replicas("/small")) == 1
+    with Load(deployed, "/small/v1/recommend", RECOMMEND | {"beam_width": 16}).running(4):
+        wait_for(lambda: len(deployed.replicas("/small", tries=10)) == 2, 240)
+
+
 def test_a_replica_whose_engine_died_is_replaced(deployed: Cluster) -> None:
     before = deployed.replica_of(prefix="/frail")
     wide = {"n": 64, "beam_width": 64, "max_new_tokens": 400, "ignore_eos": True}
@@ -210,3 +216,18 @@ def test_a_new_catalog_comes_without_a_failed_or_mixed_answer(
     sources = [{item["id"].split("-")[0] for item in answer.json["items"]} for answer in load.answers]
     assert all(len(source) == 1 for source in sources)
     assert sources[0] == {"item"} and all(source == {"other"} for source in sources[switched + 4 :])
+
+
+def test_an_update_that_cannot_start_leaves_the_others_at_work(
+    deployed: Cluster, applications: list[dict[str, Any]]
+) -> None:
+    whole, *rest = applications
+    broken = whole | {"args": whole["args"] | {"engine": whole["args"]["engine"] | {"catalog": "/no/such/file.jsonl"}}}
+    with Load(deployed, "/v1/recommend", {"prompt": "watched a next", "n": 5}).running(2) as load:
+        deployed.apply(broken, *rest)
+        wait_for(lambda: len(deployed.replicas()) == 1, 60)
+        done = len(load.answers)
+        wait_for(lambda: len(load.answers) > done + 50, 60)
+        deployed.apply(whole, *rest)
+        wait_for(lambda: len(deployed.replicas()) == 2, 120)
+    assert not load.broken and {answer.status for answer in load.answers} == {200}
