@@ -121,3 +121,16 @@ $(DEPLOY)/.installed: tests/deploy/requirements.txt
 	$(DEPLOY)/bin/python -m pip install --quiet --upgrade pip
 	$(DEPLOY)/bin/python -m pip install --quiet -r tests/deploy/requirements.txt $(PIP_ARGS)
 	touch $@
+
+# make ray-test   replicas behind Ray Serve on this machine: routes, affinity, failures, an update under load
+.PHONY: ray-test
+ray-test: export PYTHONPATH := $(CURDIR)
+RAY := build/ray
+ray-test: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest -q tests/deploy/test_ray.py
+
+$(RAY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --upgrade pip
+	$(RAY)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]' $(PIP_ARGS)
+	touch $@
