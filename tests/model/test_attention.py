@@ -205,14 +205,14 @@ def test_float8_pages_have_kernels_and_room_of_their_own(monkeypatch: pytest.Mon
     plain, backend = (
         FlashInferBackend(config, S, 64, torch.bfloat16, torch.device("cpu"), kv_dtype) for kv_dtype in (None, FP8)
     )
-    assert (plain.kernel, plain.context_kernel, plain.room(1000, 17).numel()) == ("fa3", "fa3", 16)
+    assert (plain.kernel, plain.context_kernel) == ("fa3", "fa3") and plain.room("fa3", 9999, 17).numel() == 16
     assert (backend.kernel, backend.context_kernel) == ("fa3", "fa2")
     for rows, batch in ((2, 2), (16, 17), (256, 68), (8192, 257), (20_480, 17)):
-        room = backend.room(rows, batch).numel()
+        room = backend.room("fa2", rows, batch).numel()
         for tile in (16, 64, 128):
             tiles = max(2 * 132 // 8, math.ceil(rows * 4 / tile) + batch - 1)
             assert 32 * tiles * tile * (128 + 1) * 4 + 32 <= room
-    assert backend.room(2, 2) is backend.workspace and backend.workspace.numel() == room
+    assert backend.room("fa2", 2, 2) is backend.workspace and backend.workspace.numel() == room
 
 
 @gpu

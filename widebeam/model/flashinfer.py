@@ -112,11 +112,11 @@ class FlashInferBackend:
         """What reads pages."""
         return self.kernel if self.kv_dtype == self.dtype else "fa2"
 
-    def room(self, rows: int, requests: int) -> Tensor:
-        """The workspace, made larger if these rows need it: FlashAttention-2 keeps a float32 output of each tile of a
-        plan that graphs replay, and its log-sum-exp."""
+    def room(self, kernel: str, rows: int, requests: int) -> Tensor:
+        """The workspace, made larger if these rows need it: in a plan that graphs replay, FlashAttention-2 keeps a
+        float32 output of each tile, and its log-sum-exp."""
         Q, K, D = self.heads
-        if self.context_kernel == "fa2":
+        if kernel == "fa2":
             waves = 2 * torch.cuda.get_device_properties(self.device).multi_processor_count // K
             tiles = max(waves, -(-rows * (Q // K) // FA2_TILE) + requests) + 1
             size = Q * tiles * FA2_TILE * (D + 1) * 4
@@ -158,7 +158,7 @@ class FlashInferPrefill:
         self._backend, self._requests = backend, requests
         queries, keys = (torch.zeros(requests + 2, dtype=torch.int32, device=backend.device) for _ in range(2))
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(
-            backend.workspace, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=queries, kv_indptr_buf=keys,
+            backend.room(backend.kernel, rows or 0, requests + 1), "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=queries, kv_indptr_buf=keys,
             backend=backend.kernel,
         )  # fmt: skip
 
@@ -195,7 +195,7 @@ class FlashInferContext:
             return torch.zeros(size, dtype=torch.int32, device=backend.device)
 
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            backend.room(splits * rows, batch), "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
+            backend.room(backend.context_kernel, splits * rows, batch), "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
             paged_kv_indptr_buf=buffer(batch + 1), paged_kv_indices_buf=buffer(backend.max_pages + batch),
             paged_kv_last_page_len_buf=buffer(batch), backend=backend.context_kernel,
         )  # fmt: skip
