@@ -157,8 +157,9 @@ class FlashInferPrefill:
 
         self._backend, self._requests = backend, requests
         queries, keys = (torch.zeros(requests + 2, dtype=torch.int32, device=backend.device) for _ in range(2))
+        room = backend.room(backend.kernel, rows or 0, requests + 1)
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(
-            backend.room(backend.kernel, rows or 0, requests + 1), "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=queries, kv_indptr_buf=keys,
+            room, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=queries, kv_indptr_buf=keys,
             backend=backend.kernel,
         )  # fmt: skip
 
@@ -194,8 +195,9 @@ class FlashInferContext:
         def buffer(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=backend.device)
 
+        room = backend.room(backend.context_kernel, splits * rows, batch)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            backend.room(backend.context_kernel, splits * rows, batch), "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
+            room, "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
             paged_kv_indptr_buf=buffer(batch + 1), paged_kv_indices_buf=buffer(backend.max_pages + batch),
             paged_kv_last_page_len_buf=buffer(batch), backend=backend.context_kernel,
         )  # fmt: skip
