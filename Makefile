@@ -69,11 +69,12 @@ nightly:
 	$(PYTHON) bench/catalog.py build/qwen3-0.6b --save $(NIGHTLY)/9-catalog.json
 	$(PYTHON) bench/history.py build/qwen3-1.7b --host-gib 64 --save $(NIGHTLY)/9-history.json -- --max-total-tokens 200000
 	$(PYTHON) bench/starts.py build/qwen3-1.7b --save $(NIGHTLY)/9-starts.json
-	for fp8 in "" "--quantization fp8"; do \
+	for fp8 in "" "--quantization fp8" "--kv-cache-dtype fp8"; do \
+	  case $$fp8 in --q*) name=-fp8;; --kv*) name=-fp8-kv;; *) name=;; esac; \
 	  $(ACCURACY) examples/movielens/checkpoint $$fp8 --cases 97x64x64 193x16x256 \
-	    --save $(NIGHTLY)/9-accuracy-movielens$${fp8:+-fp8}.json && \
+	    --save $(NIGHTLY)/9-accuracy-movielens$$name.json && \
 	  $(ACCURACY) build/qwen3-1.7b $$fp8 --cases 200x8x64 1000x2x256 \
-	    --save $(NIGHTLY)/9-accuracy-random-1.7b$${fp8:+-fp8}.json || exit 1; done
+	    --save $(NIGHTLY)/9-accuracy-random-1.7b$$name.json || exit 1; done
 	for part in $(NIGHTLY)/*.md; do printf '## %s\n\n' $$(basename $$part .md); cat $$part; echo; done > build/nightly.md
 	@status=0; for old in $(if $(OLD),$(wildcard $(OLD)/*-offline-*.json $(OLD)/*-accuracy-*.json)); do \
 	  printf '## Against %s\n\n' $$old; \

@@ -46,6 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: Literal["auto", "none", "fp8"] = "auto"
     """Type of the layers' projections. auto: as the checkpoint has them. fp8: float8 weights, quantised at load with a
     scale for each output, and rows quantised per token (W8A8). none: refuse a quantised checkpoint."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the context KV pool. auto: as --dtype. fp8: float8_e4m3fn with a scale for each layer's keys and one
+    for its values, in half the memory."""
     attention_backend: str = "auto"
     """torch, flashinfer, or auto: FlashInfer where it can run this model, else torch."""
     enforce_eager: bool = False

@@ -57,17 +57,18 @@ def measured_sizes(
     model: ModelConfig,
     max_context_len: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     largest_waves: Callable[[PoolSizes], None],
     graphs: bool,
 ) -> PoolSizes:
     """Run `largest_waves` on the least pools, then give the context pool what memory is left. Raises ConfigError.
 
-    With `graphs` the work space counts twice: what they captured is theirs alone.
+    `kv_dtype` is that of context pages. With `graphs` the work space counts twice: what they captured is theirs alone.
     """
     least = least_sizes(config, max_context_len)
-    token_bytes = model.kv_elements_per_token * dtype.itemsize
-    page_bytes, beam_bytes = token_bytes * config.page_size, token_bytes * least.beam_slots
+    page_bytes = model.kv_elements_per_token * kv_dtype.itemsize * config.page_size
+    beam_bytes = model.kv_elements_per_token * dtype.itemsize * least.beam_slots
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)

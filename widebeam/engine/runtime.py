@@ -23,11 +23,12 @@ from widebeam.engine.compile import (
 )
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Flight
+from widebeam.engine.kv_scales import choose_scales
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import ALONE, Between, launch_wave
-from widebeam.engine.shapes import GROUP_TOKENS, request_rung
+from widebeam.engine.shapes import GROUP_TOKENS, request_rung, token_rung
 from widebeam.engine.startup import choose_device, choose_dtype, make_backend, spare_cublas_workspace
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
@@ -37,7 +38,7 @@ from widebeam.kv.context import ContextKV
 from widebeam.kv.prefix_cache import PrefixCache, PrefixStats
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
-from widebeam.model.fp8 import wants_fp8
+from widebeam.model.fp8 import kv_dtype, wants_fp8
 from widebeam.model.weights import load_model, weight_bytes
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,13 @@ class Runtime:
             )
         started = time.perf_counter()
         fp8 = wants_fp8(config.quantization, model_config, self.dtype, self.device)
+        self._kv_dtype = kv_dtype(
+            config.kv_cache_dtype, config.attention_backend, model_config, self.dtype, self.device
+        )
         needed = weight_bytes(model_config, self.dtype, fp8=fp8)
         require_room_for_weights(needed, self.device, config.gpu_memory_utilization)
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
-        backend, self._fallbacks = make_backend(config, model_config, pages, self.dtype, self.device)
+        backend, self._fallbacks = make_backend(config, model_config, pages, self.dtype, self.device, self._kv_dtype)
         self.info = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
@@ -79,6 +83,7 @@ class Runtime:
             log.warning("nothing is compiled or captured: the attention backend can do neither")
             self._compiles, self._fallbacks = False, self._fallbacks + 1
         self._plans = Plans(backend)
+        self._scales = choose_scales(self._model, self._plans, max_context_len) if self._kv_dtype != self.dtype else ()
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
         self._state = BeamState(
@@ -90,6 +95,7 @@ class Runtime:
                 model_config,
                 max_context_len,
                 self.dtype,
+                self._kv_dtype,
                 self.device,
                 self._run_largest_waves,
                 graphs=self._compiles,
@@ -124,7 +130,9 @@ class Runtime:
         config, model = self.config, self._model_config
         kept = config.prefix_cache == "on"
         cache = PrefixCache(config.page_size, config.prefix_cache_eviction) if kept else None
-        context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device, cache)
+        context = ContextKV(
+            model, sizes.context_pages, config.page_size, self._kv_dtype, self.device, cache, self._scales
+        )
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
         return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)
 
@@ -282,6 +290,8 @@ class Runtime:
         limits = self._limits_of(core)
         tokens = max(min(config.max_wave_tokens, GROUP_TOKENS), self._max_context_len)
         rows = warmup.row_sizes(limits, min(config.max_beam_width, vocab_size), 2)[-1]
+        if core.context.cache is not None:  # attention over prefixes may need the largest room of all
+            self._plans.context(request_rung(1), token_rung(tokens), 1, beside=True)
         for searches in (
             warmup.wave(1, 1, min(tokens, sizes.context_pages * config.page_size), vocab_size, levels=(2,)),
             warmup.wave(rows, config.max_beam_width, 1, vocab_size, levels=(2,), stops=True),

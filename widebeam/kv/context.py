@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from widebeam.kv.eviction import CachedPage
-from widebeam.kv.pools import make_pools
+from widebeam.kv.pools import UNSCALED, Scales, make_pools
 from widebeam.kv.prefix import Prefix
 from widebeam.kv.prefix_cache import PrefixCache
 from widebeam.model.config import ModelConfig
@@ -41,6 +41,8 @@ class ContextKV:
     With a `cache`, pages outlive the leases that filled them until somebody needs the room, and leases of prompts that
     begin alike share them. Leases fit whenever their pages, counted as if none were shared, fit beside those of the
     leases that are held.
+
+    Float8 pools come with the `scales` of each layer.
     """
 
     def __init__(
@@ -51,16 +53,22 @@ class ContextKV:
         dtype: torch.dtype,
         device: torch.device,
         cache: PrefixCache | None = None,
+        scales: Sequence[Scales] = (),
     ) -> None:
         if cache is not None and cache.page_size != page_size:
             raise ValueError(f"a cache of pages of {cache.page_size} tokens in a pool of pages of {page_size}")
         self.pools = make_pools(config, (num_pages + 1) * page_size, dtype, device)
+        self._scales = tuple(scales)
         self.page_size = page_size
         self.num_pages = num_pages
         self.cache = cache
         self.high_water = 0
         self._free = list(range(num_pages, 0, -1))
         self._leases: set[ContextLease] = set()
+
+    def scales(self, layer: int) -> Scales:
+        """What to multiply a layer's keys and values by."""
+        return self._scales[layer] if self._scales else UNSCALED
 
     @property
     def pages_used(self) -> int:
