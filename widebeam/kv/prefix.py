@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,6 +49,10 @@ class Prefix:
     @classmethod
     def of(cls, token_ids: np.ndarray, page_size: int, salt: bytes = b"") -> Prefix:
         return cls(token_ids, salt, prefix_keys(token_ids, page_size, salt))
+
+    def first(self, count: int) -> Prefix:
+        """At most so many of its pages."""
+        return replace(self, keys=self.keys[:count])
 
     def page(self, index: int, page_size: int) -> bytes:
         """The token ids of a page, as int32."""
