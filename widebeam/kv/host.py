@@ -152,16 +152,20 @@ class HostTier:
         known, cached = self._index.match(prefix), len(self._cache.match(prefix))
         missing = cached - len(known)
         count = min(missing, most, self._host.spare(known))
-        if count < missing and count == most:
-            self._queue.appendleft(unsaved._replace(num_pages=missing - count))
-        elif count < missing:
-            self._count(dropped=missing - count)
         if count <= 0:
+            self._count(dropped=max(0, missing))
             return 0
         host = self._host.reserve(prefix.first(len(known) + count), keep_until)
         device = self._context.reserve(prefix.first(len(known) + count))
         assert host is not None and device is not None
-        return self._launch(host, device, host.shared[len(known) :], restores=False)
+        fresh = host.shared[len(known) :]
+        launched = self._launch(host, device, fresh, restores=False)
+        left = missing - len(fresh)
+        if left and launched == most:
+            self._queue.appendleft(unsaved._replace(num_pages=left))
+        else:
+            self._count(dropped=left)
+        return launched
 
     # Restoring
 
