@@ -225,7 +225,7 @@ class HostMachine(RuleBasedStateMachine):
 
 
 TestHostTier = HostMachine.TestCase
-TestHostTier.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestHostTier.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 A, B = (1, 1, 2, 2, 3, 3, 0), (4, 4, 5, 5, 6, 6, 0)
 """Three pages and a token."""
 
@@ -244,6 +244,18 @@ def test_what_was_pushed_out_comes_back() -> None:
     assert device.events() == {"pages": 3, "saved": 3, "restored": 3}
     device.push_out()
     assert device.come(*A[:4], 9, 9, 0) == 4, "as far as it begins alike"
+
+
+def test_whoever_goes_away_leaves_cached_pages() -> None:
+    device = Device()
+    device.visit(*A)
+    device.push_out()
+    device.tier.prefetch([Prompt(A)])
+    assert device.tier.pages_in_flight == device.pool.pages_used == 3
+    device.tier.look()
+    device.check()
+    assert device.pool.pages_used == 0 and device.cache.stats.idle_pages == 3
+    assert device.visit(*A) == 6
 
 
 def test_salts_share_nothing() -> None:
