@@ -14,8 +14,13 @@ from typing import Any
 
 def header(arguments: argparse.Namespace) -> dict[str, Any]:
     """When, where and with what options a report was made."""
-    given = {name: str(value) for name, value in vars(arguments).items() if name != "save"}
+    given = {name: _elsewhere(str(value)) for name, value in vars(arguments).items() if name != "save"}
     return {"date": date.today().isoformat(), "machine": machine(), "arguments": given}
+
+
+def _elsewhere(value: str) -> str:
+    """An option as it means something on other machines: of an absolute path its last part."""
+    return Path(value).name if value.startswith("/") else value
 
 
 def machine() -> str:

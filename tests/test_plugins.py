@@ -1,15 +1,17 @@
-"""Policies of other distributions: found by entry points of real ones, and harmless if they are broken."""
+"""What other distributions offer: found by entry points of real ones, and harmless if it is broken."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from widebeam import Engine, SearchParams
 from widebeam.errors import ConfigError, EngineError, InvalidRequest
+from widebeam.kv.eviction import EVICTION
 from widebeam.policies import POLICIES, PolicySpec
 from widebeam.registry import Registry
 
@@ -26,10 +28,13 @@ def narrow(spec, levels, beam_width):
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test finds is gone after it."""
-    monkeypatch.setattr(POLICIES, "_plugins", {})
+    for found in (POLICIES, EVICTION):
+        monkeypatch.setattr(found, "_plugins", {})
 
 
-def install(folder: Path, patch: pytest.MonkeyPatch, name: str, code: str, offers: dict[str, str]) -> None:
+def install(
+    folder: Path, patch: pytest.MonkeyPatch, name: str, code: str, offers: dict[str, str], group: str = "policies"
+) -> None:
     """A distribution as an installer leaves it: a module, and what describes it."""
     folder = folder / name
     info = folder / f"{name}-1.0.dist-info"
@@ -37,7 +42,7 @@ def install(folder: Path, patch: pytest.MonkeyPatch, name: str, code: str, offer
     (folder / f"{name}.py").write_text(code)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines = [f"{policy} = {target}\n" for policy, target in offers.items()]
-    (info / "entry_points.txt").write_text("[widebeam.policies]\n" + "".join(lines))
+    (info / "entry_points.txt").write_text(f"[widebeam.{group}]\n" + "".join(lines))
     patch.syspath_prepend(str(folder))
 
 
@@ -86,6 +91,25 @@ async def test_a_broken_one_fails_only_who_names_it(
             assert result.widths == (width, width)
         with pytest.raises(InvalidRequest, match="known are diverse, fixed, gone, lost, narrow"):
             await engine.submit([5, 6], SearchParams(policy=PolicySpec(name="other")))
+
+
+async def test_an_eviction_policy_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    """The page that comes last goes first, so that the first prompt stays however many come behind it."""
+    code = "def newest(page):\n    return -page.last_used\n"
+    offers = {"newest": "plug_evict:newest", "gone": "plug_evict:gone"}
+    install(tmp_path, monkeypatch, "plug_evict", code, offers, "eviction")
+    settings: dict[str, Any] = {"device": "cpu", "prefix_cache": "on", "page_size": 4, "max_total_tokens": 48,
+                                "max_context_len": 24}  # fmt: skip
+    hits = {}
+    for name in ("newest", "lru"):
+        async with Engine(str(checkpoint), prefix_cache_eviction=name, **settings) as engine:
+            for first in (1, 2, 3, 4, 5, 6, 7, 1):
+                result = await engine.submit([first] * 16, SearchParams(beam_width=2, max_new_tokens=2))
+            hits[name] = result.cached_tokens
+    assert hits == {"newest": 12, "lru": 0}
+    for name, message in (("newst", "did you mean 'newest'"), ("gone", "'gone' of plug_evict .* cannot be imported")):
+        with pytest.raises(ConfigError, match=f"--prefix-cache-eviction: .*{message}"):
+            await Engine(str(checkpoint), prefix_cache_eviction=name, **settings).start()
 
 
 async def test_the_documented_one_works(

@@ -80,6 +80,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine answers everybody with an error, and the server ends."""
     prefix_cache: Literal["off", "on"] = "off"
     """Whether prompts that begin alike share the keys and values of whole pages, while there is room for them."""
+    prefix_cache_eviction: str = "lru"
+    """Which of these pages make room first: `lru`, the least recently used; `lfu`, those with the fewest hits; or one
+    that an installed package offers by entry points of the group `widebeam.eviction`."""
     prefix_cache_host_gib: Annotated[float, Meta(ge=0, le=MAX_GIB)] = 0.0
     """Memory of the host, pinned if there is a GPU, for pages of the prefix cache that have to make room; they come
     back where that is faster than computing them again. 0: none. Needs prefix_cache on."""

@@ -45,10 +45,12 @@ from widebeam.errors import (
     DeadlineExceeded,
     Draining,
     EngineDead,
+    EngineError,
     InvalidRequest,
     NotReady,
     RequestError,
 )
+from widebeam.kv.eviction import EVICTION
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import resolve_checkpoint
@@ -94,7 +96,9 @@ class Engine(Blocking):
         self.died = asyncio.Event()
         try:
             files = catalog_files(self.config.catalog)
-            await asyncio.to_thread(POLICIES.discover)
+            for registry in (POLICIES, EVICTION):
+                await asyncio.to_thread(registry.discover)
+            self._check_eviction()
             folder = await asyncio.to_thread(self._read_checkpoint)
             self._worker = Worker(
                 lambda: Runtime(self.config, folder, self.model_config, self.max_context_len),
@@ -138,6 +142,13 @@ class Engine(Blocking):
                 f"--max-context-len {self.max_context_len} is more than the {longest} positions of the model"
             )
         return folder
+
+    def _check_eviction(self) -> None:
+        """Raise ConfigError for an eviction policy that nobody offers."""
+        try:
+            EVICTION.get(self.config.prefix_cache_eviction)
+        except (KeyError, EngineError) as error:
+            raise ConfigError(f"--prefix-cache-eviction: {error.args[0]}") from None
 
     async def load_catalog(self, path: str | Path, name: str | None = None) -> Catalog:
         """Read a catalog file and offer it to requests. Raises CatalogError; see `live` for other ways to change."""

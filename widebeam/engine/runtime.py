@@ -109,7 +109,7 @@ class Runtime:
             self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
         self._warmed_up = self._prefix_stats()
         if host_pages is not None:
-            self.core.tier = HostTier(self.core.context, host_pages)
+            self.core.tier = HostTier(self.core.context, host_pages, config.prefix_cache_eviction)
 
     def _rooms(self) -> tuple[CatalogArena, MaskPool]:
         """Those of catalogs and masks: taken before the KV pools, which get what is left."""
@@ -127,7 +127,8 @@ class Runtime:
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
-        cache = PrefixCache(config.page_size) if config.prefix_cache == "on" else None
+        kept = config.prefix_cache == "on"
+        cache = PrefixCache(config.page_size, config.prefix_cache_eviction) if kept else None
         context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device, cache)
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
         return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -19,24 +19,13 @@ from widebeam.kv.context import ContextKV, ContextLease, PagePool
 from widebeam.kv.copies import LastUses, PageCopies
 from widebeam.kv.eviction import CachedPage
 from widebeam.kv.flights import Flight, Flights
-from widebeam.kv.prefix import Prefix
+from widebeam.kv.prefix import Prefix, Waits
 from widebeam.kv.prefix_cache import PrefixCache
 from widebeam.kv.rates import HostStats, PrefillRate, restore_pays
 
 log = logging.getLogger(__name__)
 SAVING_SHARE = 4
 """Saves in flight hold at most a quarter of the device's pages."""
-
-
-class Waits(Protocol):
-    """A search that waits for its turn."""
-
-    prefix: Prefix | None
-    prefetched: bool
-    """Whether its pages were looked for."""
-
-    @property
-    def num_tokens(self) -> int: ...
 
 
 class Unsaved(NamedTuple):
@@ -127,9 +116,11 @@ class HostTier:
 
         No more wait than the device has pages; the oldest go first.
         """
-        missing = len(prefix.keys) - len(self._index.match(prefix))
-        if not missing:
-            _touch(self._host, prefix)
+        known = self._index.match(prefix)
+        missing = len(prefix.keys) - len(known)
+        if not missing:  # used just now, wherever it was read
+            self._index.hit(known)
+            self._index.let_go(known)
             return
         self._queue.append(Unsaved(prefix, keep_until, missing))
         waiting = sum(unsaved.num_pages for unsaved in self._queue)
@@ -181,8 +172,10 @@ class HostTier:
             if search.prefix is not None and not search.prefetched:
                 search.prefetched = True
                 near.append(search.prefix)
-        for prefix in near:  # what they need must not make room
-            _touch(self._context, prefix)
+        for prefix in near:  # what they need makes room last
+            known = self._cache.match(prefix)
+            self._cache.hold(known)
+            self._cache.let_go(known)
         for prefix in near:
             self.restore(prefix)
 
@@ -252,10 +245,3 @@ class HostTier:
         """Every page of the host's memory is free, indexed, or held by a copy. Raises RuntimeError."""
         self._host.check_integrity()
         self._flights.check_integrity()
-
-
-def _touch(pool: PagePool, prefix: Prefix) -> None:
-    """What is there of a prefix was used just now."""
-    assert pool.cache is not None
-    if (lease := pool.reserve(prefix.first(len(pool.cache.match(prefix))))) is not None:
-        pool.release(lease)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -57,3 +58,14 @@ class Prefix:
     def page(self, index: int, page_size: int) -> bytes:
         """The token ids of a page, as int32."""
         return np.asarray(self.token_ids[index * page_size : (index + 1) * page_size], dtype=np.int32).tobytes()
+
+
+class Waits(Protocol):
+    """A search that waits for its turn."""
+
+    prefix: Prefix | None
+    prefetched: bool
+    """Whether its pages were looked for."""
+
+    @property
+    def num_tokens(self) -> int: ...
