@@ -3,7 +3,7 @@
     python bench/history.py CHECKPOINT [--parts single replay cold] [--save FILE.json] [-- flags of widebeam serve]
 
 Everything runs three times, each time in a process of its own: with the cache off, on, and on with --host-gib of host
-memory behind it (not where the engine has no such setting, or with 0). Prompts are random token ids.
+memory behind it, unless that is 0. Prompts are random token ids.
 
     single   one request of --context tokens, of which --known have been computed before; what is behind them is new at
              each repeat. Beside it the same cold. From the host: after other users have filled the pool on the device.
@@ -150,8 +150,7 @@ def config_of(arguments: argparse.Namespace, mode: str) -> EngineConfig:
 
 
 def modes_of(arguments: argparse.Namespace) -> list[str]:
-    has_host = "prefix_cache_host_gib" in EngineConfig.__struct_fields__ and arguments.host_gib > 0
-    return ["off", "on", "host"] if has_host else ["off", "on"]
+    return ["off", "on", "host"] if arguments.host_gib > 0 else ["off", "on"]
 
 
 async def measure(arguments: argparse.Namespace, mode: str, fit: int | None) -> dict[str, Any]:

@@ -101,10 +101,10 @@ async def replay(
         return map(histories.visit, users)
 
     await closed_loop(engine, params, prompts(visits.warm_up), concurrency)
-    before = restored_tokens(engine)
+    before = engine.stats().prefix_restored_tokens
     answers, seconds = await closed_loop(engine, params, prompts(visits.counted), concurrency)
     tokens, cached = (sum(getattr(answer, name) for answer in answers) for name in ("prompt_tokens", "cached_tokens"))
-    restored = restored_tokens(engine) - before
+    restored = engine.stats().prefix_restored_tokens - before
     return {
         "visits": len(answers),
         "users": len(set(visits.counted)),
@@ -115,9 +115,3 @@ async def replay(
         "restored_tokens": restored / tokens,
         **quantiles("latency", [answer.latency_ms for answer in answers]),
     }
-
-
-def restored_tokens(engine: Engine) -> int:
-    """Tokens whose keys and values have come back from the host's memory so far; 0 without a host tier."""
-    tokens: int = getattr(engine._runtime.prefix_stats, "restored_tokens", 0)
-    return tokens

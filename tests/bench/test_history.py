@@ -23,8 +23,8 @@ def test_all_parts_are_measured_and_written(checkpoint: Path, tmp_path: Path) ->
     made = history.run(chosen, history.here)  # without the seconds that processes of their own take to start
     report.save(tmp_path / "made.json", made, historyreport.markdown(made))
     modes = json.loads((tmp_path / "made.json").read_text())["modes"]
-    assert list(modes) == history.modes_of(chosen) and {"off", "on"} <= set(modes)
-    off, on = modes["off"], modes["on"]
+    assert list(modes) == ["off", "on", "host"]
+    off, on, host = modes.values()
 
     assert list(off["single"]) == ["nowhere"] and list(on["single"]) == ["nowhere", "device"]
     assert on["single"]["device"]["cached_tokens"] == [190 // 8 * 8] * 2  # whole pages
@@ -45,6 +45,9 @@ def test_all_parts_are_measured_and_written(checkpoint: Path, tmp_path: Path) ->
         assert 0 < with_cache["latency_p50_ms"] <= with_cache["latency_p99_ms"]
     assert off["users_that_fit"] == on["users_that_fit"] == 8
 
+    assert list(host["single"]) == ["nowhere", "device", "host"]
+    assert host["single"]["host"]["cached_tokens"] == [190 // 8 * 8] * 2
+    assert on["replay"]["zipf"]["restored_tokens"] == 0 < host["replay"]["zipf"]["restored_tokens"]
     memory = on["memory"]
     assert memory["pages"] == 200 and memory["page_bytes"] == 8 * memory["token_bytes"] > 0
     assert 0 < memory["idle_pages"] == memory["cached_pages"] <= 200 and memory["evicted_pages"] > 0
