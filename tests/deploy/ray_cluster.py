@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.http.service import Answer
+from tests.http.service import Answer, ask
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -58,15 +58,7 @@ class Cluster:
 
     def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         """One request on a connection of its own, through Ray's proxy. A body that is not bytes is sent as JSON."""
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request(method, path, data, headers or {})
-            response = connection.getresponse()
-            lower = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, lower, response.read())
-        finally:
-            connection.close()
+        return ask(("127.0.0.1", self.port), method, path, body, headers)
 
     def replica_of(self, session: str | None = None, prefix: str = "") -> float | None:
         """What tells a replica from the others: when it started. None while there is none."""

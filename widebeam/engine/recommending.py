@@ -102,7 +102,11 @@ class Recommending:
 def _current(engine: Engine, name: str | None) -> Catalog:
     """The version that is recommended from."""
     if (catalog := engine.catalogs.get(name)) is None:
-        raise InvalidRequest("there is no catalog to recommend from", code="no_catalog", param="catalog")
+        raise InvalidRequest(
+            "there is no catalog to recommend from: start with --catalog FILE, or search without one (/generate)",
+            code="no_catalog",
+            param="catalog",
+        )
     return catalog
 
 
