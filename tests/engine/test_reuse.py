@@ -50,7 +50,7 @@ def sharing(token_ids: np.ndarray, width: int = 6, salt: bytes = b"", **kind: An
 def run(runtime: Runtime, searches: list[Search]) -> list[SearchResult]:
     results = [outcome.result for outcome in runtime.run([Job(search, 0.0, None) for search in searches])]
     runtime.check_integrity()
-    assert all(isinstance(result, SearchResult) for result in results)
+    assert not [result for result in results if not isinstance(result, SearchResult)]
     return results  # type: ignore[return-value]
 
 

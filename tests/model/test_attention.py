@@ -120,7 +120,7 @@ def test_beams_see_their_own_context_and_tokens(
 @pytest.mark.parametrize("case", [
     ("torch", "cpu", torch.float32, 8, 1e-5), ("torch", "cpu", torch.bfloat16, 8, 2e-2),
     *(pytest.param(("flashinfer", "cuda", dtype, D, 2e-2), marks=[gpu, pytest.mark.timeout(600)])
-      for dtype in (torch.bfloat16, torch.float16) for D in (64, 128, 256)),
+      for dtype, D in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 128))),  # minutes to build each
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("splits", [1, 2])
 def test_float8_pages_are_read_with_their_scales(case: tuple[str, str, torch.dtype, int, float], splits: int) -> None:
@@ -130,7 +130,9 @@ def test_float8_pages_are_read_with_their_scales(case: tuple[str, str, torch.dty
     k_scale, v_scale, R = 2.0**-7, 0.03, 70
     plans = make_plans(name, device, dtype, D, FP8)
     q = torch.randn(R, Q, D, device=device, dtype=dtype)
-    k_pool, v_pool = ((torch.randn(10 * S, K, D, device=device) / scale).to(FP8) for scale in (k_scale, v_scale))
+    k_pool, v_pool = (
+        (torch.randn(10 * S, K, D, device=device) / scale).clamp(-448, 448).to(FP8) for scale in (k_scale, v_scale)
+    )
     k_wide, v_wide = (pool.double().cpu() * scale for pool, scale in ((k_pool, k_scale), (v_pool, v_scale)))
     plan, handle = plans.context(4, R, splits)
     pages, widths, lengths = [[3, 1], [5, 7], [2, 6, 4]], [2, 0, 65], [7, 6, 9]

@@ -19,7 +19,7 @@ from widebeam.engine.compile import Made, captured_at_once, made_so_far
 from widebeam.engine.core import Core
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, request_rung, token_rungs
-from widebeam.engine.wave import Search, Wave
+from widebeam.engine.wave import Search
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ class Captures:
         self._device = core.state.level.device
         self._made: Made | None = None
         """As of the end of the last warm-up; None in the middle of one, and where there is none."""
-        self._forms: set[Hashable] = set()
         self._met: set[Hashable] = set()
         self._larger: deque[tuple[int, list[Search]]] = deque()
         self._told = False
@@ -66,7 +65,7 @@ class Captures:
                         self._run(searches)
                     else:
                         graphed.add(size)
-                        self._meet(searches, reuses=True)
+                        self._meet(searches)
             context.flush()
         self._larger.extend(warmup.large_prompts(self._limits, widest, vocab_size, longest))
         while self._mode == "full" and self.capture_more():
@@ -88,14 +87,13 @@ class Captures:
                 self._meet(searches)
         log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
 
-    def _meet(self, searches: list[Search], reuses: bool = False) -> None:
+    def _meet(self, searches: list[Search]) -> None:
         """Run a wave until its graphs are captured."""
-        forms = warmup.forms(Wave(searches, self._limits.rows)) | {reuses}
-        if not forms <= self._forms:
-            self._run(searches)
-            self._forms |= forms
-        with captured_at_once():
-            self._run(searches)
+        known = -1
+        while (compiled := made_so_far(self._device).compiled) > known:  # again if it compiled, which puts that off
+            known = compiled
+            with captured_at_once():
+                self._run(searches)
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -117,8 +115,8 @@ class Captures:
         size = (request_rung(len(searches)), tokens, 0)
         self._core.programs.graphed.add(size)
         try:
-            with self._uncounted(), captured_at_once():
-                self._run(searches)
+            with self._uncounted():
+                self._meet(searches)
         except torch.AcceleratorError:
             raise
         except Exception as error:  # out of memory, above all

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
@@ -101,11 +102,21 @@ def made_so_far(device: torch.device) -> Made:
     return Made(counters["stats"]["unique_graphs"], captured, counters["inductor"]["cudagraph_skips"])
 
 
-def captured_at_once() -> AbstractContextManager[None]:
+@contextmanager
+def captured_at_once() -> Iterator[None]:
     """Graph trees run what they capture once before, for each size, so that all its kernels are loaded. Within this
-    they do not, which is for functions that have run in another size."""
-    patched: AbstractContextManager[None] = torch._inductor.config.patch({"triton.skip_cudagraph_warmup": True})
-    return patched
+    they do not, until something is compiled: its kernels are chosen when they first run, which no capture allows."""
+
+    def rehearse(begun: CallbackArgs) -> None:
+        if begun.callback_trigger == CallbackTrigger.DYNAMO:
+            torch._inductor.config.triton.skip_cudagraph_warmup = False
+
+    with torch._inductor.config.patch({"triton.skip_cudagraph_warmup": True}):
+        callback_handler.register_start_callback(rehearse)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(rehearse)
 
 
 def kept_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | None) -> None:

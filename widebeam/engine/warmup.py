@@ -52,16 +52,6 @@ def row_sizes(limits: WaveLimits, widest: int, levels: int) -> list[int]:
     return [size for size in least if size <= limits.requests * widest]
 
 
-def forms(wave: Wave) -> set[Hashable]:
-    """What is compiled for a wave: all that makes one form of `advance` another, level by level. A wave of known forms
-    needs only graphs for its sizes."""
-    masked = any(search.mask is not None for search in wave.searches)
-    return {
-        (wave.catalog is None, masked, shape.normalizer, shape.finishing, shape.stops, shape.rows_out > 0)
-        for shape in wave.shapes
-    }
-
-
 def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Iterator[list[Search]]:
     """Waves over any token, which meet every rung of rows with and without stop tokens, and where some searches end
     before others; between them every rung of prompt tokens up to COMMON_TOKENS; contexts that are cut; greedy text."""

@@ -123,12 +123,12 @@ def _rotate_and_store(
     head = tl.arange(0, K_BLOCK)[:, None]
     at, mask = head * D + half, head < K
     low, high = _rotated(source + Q * D, k_norm, cos_row, sin_row, eps, at, mask, half, D)
-    target = k_out + row * (K * D)
-    tl.store(target + at, low, mask)
-    tl.store(target + D // 2 + at, high, mask)
-    target = k_pool + place * k_stride
-    tl.store(target + at, _stored(low, k_pool, k_reciprocal), mask)
-    tl.store(target + D // 2 + at, _stored(high, k_pool, k_reciprocal), mask)
+    k_target = k_out + row * (K * D)
+    tl.store(k_target + at, low, mask)
+    tl.store(k_target + D // 2 + at, high, mask)
+    stored = k_pool + place * k_stride
+    tl.store(stored + at, _stored(low, k_pool, k_reciprocal), mask)
+    tl.store(stored + D // 2 + at, _stored(high, k_pool, k_reciprocal), mask)
     at = head * D + tl.arange(0, D)[None, :]
     value = tl.load(source + (Q + K) * D + at, mask)
     tl.store(v_pool + place * v_stride + at, _stored(value, v_pool, v_reciprocal), mask)
@@ -138,9 +138,9 @@ def _rotate_and_store(
         at, mask = head * D + half, head < Q
         low, high = _rotated(source, q_norm, cos_row, sin_row, eps, at, mask, half, D)
         for copy in range(copies):
-            target = q_out + (row + copy * rows) * (Q * D)
-            tl.store(target + at, low, mask)
-            tl.store(target + D // 2 + at, high, mask)
+            q_target = q_out + (row + copy * rows) * (Q * D)
+            tl.store(q_target + at, low, mask)
+            tl.store(q_target + D // 2 + at, high, mask)
 
 
 @triton.jit(do_not_specialize=["rows", "J"])
