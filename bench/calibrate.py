@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 from report import table
 
 from widebeam.config import EngineConfig
+from widebeam.plan.estimate import CODES
 from widebeam.plan.gpus import GPUS, Calibration, Rates
 from widebeam.plan.shapes import SHAPES
 from widebeam.plan.waves import WaveModel
 from widebeam.plan.work import Prompt
 
-CODES = 8192
-"""Of a level of the catalog that the reports were made with."""
 TOTAL, PHASE = 2.0, 0.7
 """Weights of the fit."""
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from widebeam.config import MAX_BEAM_WIDTH, MAX_LEVELS, EngineConfig, Positive
 from widebeam.errors import ConfigError
 from widebeam.model.config import ModelConfig, load_model_config
-from widebeam.plan.estimate import memory, speed
+from widebeam.plan.estimate import CODES, memory, speed
 from widebeam.plan.gpus import GPUS, gpu_named
 from widebeam.plan.replica import Limits
 from widebeam.plan.shapes import SHAPES
@@ -46,7 +46,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Users whose histories the host's memory is to hold (--prefix-cache-host-gib), over all replicas."""
     items: Positive | None = None
     """Items of the catalog, with random SIDs. Without it there is no catalog, and the head is the whole vocabulary."""
-    codes: Annotated[int, Meta(ge=2)] = 8192
+    codes: Annotated[int, Meta(ge=2)] = CODES
     """Codes of a level of the catalog."""
     quantization: Literal["auto", "none", "fp8"] = "auto"
     """As of `widebeam serve`."""

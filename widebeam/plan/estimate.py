@@ -18,6 +18,8 @@ from widebeam.plan.work import Prompt
 GIB = 2**30
 NODE_BYTES = 20
 """Of a node of a catalog's prefix tree on the device, as --catalog-memory-gib counts it."""
+CODES = 8192
+"""Codes of a catalog's level, unless something else is said."""
 SIMULATED = 20_000
 """Requests from which p50 and p99 are taken."""
 

@@ -8,7 +8,6 @@ I MLP size, N layers, C columns of the head.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -165,13 +164,17 @@ class Work:
         return min(ways)
 
     def _prompt_attention_ms(self, prompts: Sequence[Prompt]) -> float:
-        """Each prompt's new tokens over themselves, and over what the cache has of it."""
+        """New tokens over themselves, and over what the cache has before them; prompts of each kind at their mean."""
         _, _, Q, K, D, _, _ = self.shape
         ms = 0.0
-        for (context, cached), requests in Counter(prompts).items():
-            ms += self.timer.prefill_attention_ms(requests, context - cached, Q, K, D)
-            if cached:
-                ms += self.timer.context_attention_ms(requests, context - cached, cached, Q, K, D)
+        for found in (False, True):
+            alike = [prompt for prompt in prompts if (prompt.cached > 0) == found]
+            if alike:
+                cached = sum(prompt.cached for prompt in alike) // len(alike)
+                new = sum(prompt.context for prompt in alike) // len(alike) - cached
+                ms += self.timer.prefill_attention_ms(len(alike), new, Q, K, D)
+                if found:
+                    ms += self.timer.context_attention_ms(len(alike), new, cached, Q, K, D)
         return ms
 
     def _head(self, phase: str, R: int) -> list[Part]:
