@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from floor import Shape
 from report import table
+
+from widebeam.plan.shapes import SHAPES
+from widebeam.plan.work import Shape
 
 MAIN = [f"{context}x{requests}" for context in (1000, 5000) for requests in (1, 4, 8)]
 WIDTHS = [f"5000x{requests}x{width}" for requests in (1, 4) for width in (32, 128, 512, 1000, 5000)]
@@ -36,8 +38,8 @@ TIMES = ["p90_ms", "prefill_ms", "prefill_p90_ms", "levels_ms", "levels_p90_ms"]
 
 
 def name_of(shape: Shape) -> str | None:
-    """The shape's name among random_checkpoint.py's, if it is one of them."""
-    return next((name for name in CASES if Shape.named(name) == shape), None)
+    """The shape's name among those with cases, if it is one of them."""
+    return next((name for name in CASES if Shape.of(SHAPES[name]) == shape), None)
 
 
 def cases_of(shape: Shape) -> list[str]:

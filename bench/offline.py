@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from floor import Case, Shape, floor
+from floor import Case, floor
 from matrix import cases_of, markdown, name_of
 from report import header, save
 
@@ -38,6 +38,7 @@ from widebeam.engine.scheduler import Job
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
 from widebeam.errors import OutOfMemory
 from widebeam.model.config import ModelConfig, load_model_config
+from widebeam.plan.work import Shape
 
 WARM_UP = 3
 LEAST_ROWS = 8192
@@ -84,10 +85,7 @@ def prepare(arguments: argparse.Namespace) -> Bench:
     """The runtime and the waves that the options ask for."""
     folder = Path(arguments.checkpoint)
     model = load_model_config(folder)
-    shape = Shape(
-        model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim,
-        model.intermediate_size, model.vocab_size,
-    )  # fmt: skip
+    shape = Shape.of(model)
     catalog = Catalog.load(arguments.catalog, vocab_size=model.vocab_size) if arguments.catalog else None
     waves = {}
     for name in cases_of(shape) if arguments.matrix else arguments.cases:

@@ -14,44 +14,37 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-SHAPES = {
-    # hidden, layers, query heads, kv heads, intermediate, tied head
-    "qwen3-tiny": (256, 4, 4, 2, 512, True),  # not one of Qwen's: small enough for tens of thousands of requests
-    "qwen3-0.6b": (1024, 28, 16, 8, 3072, True),
-    "qwen3-1.7b": (2048, 28, 16, 8, 6144, True),
-    "qwen3-4b": (2560, 36, 32, 8, 9728, True),
-    "qwen3-8b": (4096, 36, 32, 8, 12288, False),
-}
-VOCAB_SIZE, HEAD_DIM = 151_936, 128
+from widebeam.plan.shapes import SHAPES
 
 
 def config_of(shape: str) -> dict[str, object]:
     """config.json of a shape."""
-    hidden, layers, heads, kv_heads, intermediate, tied = SHAPES[shape]
+    model = SHAPES[shape]
     return {
         "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000,
+        "model_type": model.model_type,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope.theta,
         "hidden_act": "silu",
         "attention_bias": False,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": [151_645, 151_643],
+        "tie_word_embeddings": model.tied_head,
+        "torch_dtype": model.dtype,
+        "eos_token_id": list(model.eos_token_ids),
     }
 
 
 def tensors_of(shape: str, device: torch.device) -> dict[str, torch.Tensor]:
     """Weights by their checkpoint names."""
-    hidden, layers, heads, kv_heads, intermediate, tied = SHAPES[shape]
+    model = SHAPES[shape]
+    hidden, heads, kv_heads, head_dim = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> torch.Tensor:
@@ -61,23 +54,23 @@ def tensors_of(shape: str, device: torch.device) -> dict[str, torch.Tensor]:
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
 
-    tensors = {"model.embed_tokens.weight": normal(VOCAB_SIZE, hidden), "model.norm.weight": ones(hidden)}
-    if not tied:
-        tensors["lm_head.weight"] = normal(VOCAB_SIZE, hidden)
-    for i in range(layers):
+    tensors = {"model.embed_tokens.weight": normal(model.vocab_size, hidden), "model.norm.weight": ones(hidden)}
+    if not model.tied_head:
+        tensors["lm_head.weight"] = normal(model.vocab_size, hidden)
+    for i in range(model.num_layers):
         layer = f"model.layers.{i}"
         tensors |= {
             f"{layer}.input_layernorm.weight": ones(hidden),
             f"{layer}.post_attention_layernorm.weight": ones(hidden),
-            f"{layer}.self_attn.q_norm.weight": ones(HEAD_DIM),
-            f"{layer}.self_attn.k_norm.weight": ones(HEAD_DIM),
-            f"{layer}.self_attn.q_proj.weight": normal(heads * HEAD_DIM, hidden),
-            f"{layer}.self_attn.k_proj.weight": normal(kv_heads * HEAD_DIM, hidden),
-            f"{layer}.self_attn.v_proj.weight": normal(kv_heads * HEAD_DIM, hidden),
-            f"{layer}.self_attn.o_proj.weight": normal(hidden, heads * HEAD_DIM),
-            f"{layer}.mlp.gate_proj.weight": normal(intermediate, hidden),
-            f"{layer}.mlp.up_proj.weight": normal(intermediate, hidden),
-            f"{layer}.mlp.down_proj.weight": normal(hidden, intermediate),
+            f"{layer}.self_attn.q_norm.weight": ones(head_dim),
+            f"{layer}.self_attn.k_norm.weight": ones(head_dim),
+            f"{layer}.self_attn.q_proj.weight": normal(heads * head_dim, hidden),
+            f"{layer}.self_attn.k_proj.weight": normal(kv_heads * head_dim, hidden),
+            f"{layer}.self_attn.v_proj.weight": normal(kv_heads * head_dim, hidden),
+            f"{layer}.self_attn.o_proj.weight": normal(hidden, heads * head_dim),
+            f"{layer}.mlp.gate_proj.weight": normal(model.intermediate_size, hidden),
+            f"{layer}.mlp.up_proj.weight": normal(model.intermediate_size, hidden),
+            f"{layer}.mlp.down_proj.weight": normal(hidden, model.intermediate_size),
         }
     return tensors
 

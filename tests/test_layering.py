@@ -53,7 +53,7 @@ def test_only_deploy_knows_of_ray() -> None:
     "module",
     ["widebeam.client", "widebeam.http.protocol", "widebeam.engine.scheduler", "widebeam.engine.admission",
      "widebeam.constraints.catalog", "widebeam.policies", "widebeam.kv.prefix_cache", "widebeam.kv.rates",
-     "widebeam.deploy.ray_config"],
+     "widebeam.deploy.ray_config", "widebeam.plan.command"],
 )  # fmt: skip
 def test_light_modules_import_no_torch(module: str) -> None:
     """In a fresh process: neither directly nor through anything that they import."""

@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from widebeam.config import convert
 from widebeam.errors import ConfigError
+from widebeam.settings import parse_flags
 
 USAGE = """usage: widebeam catalog COMMAND ..
 
@@ -62,7 +61,7 @@ def run(arguments: list[str]) -> int:
 def _build(arguments: list[str]) -> int:
     from widebeam.constraints.build import HEADER, ITEMS, Build, build
 
-    options: Build = _parse(Build, arguments, "widebeam catalog build")
+    options: Build = parse_flags(Build, arguments, "widebeam catalog build")
     print(build(options).text())
     print(f"{'written':<9} {Path(options.output) / ITEMS}, with {HEADER}, tokens and codebooks beside it")
     return 0
@@ -71,7 +70,7 @@ def _build(arguments: list[str]) -> int:
 def _assign(arguments: list[str]) -> int:
     from widebeam.constraints.assign import Assign, assign, json_lines
 
-    options: Assign = _parse(Assign, arguments, "widebeam catalog assign")
+    options: Assign = parse_flags(Assign, arguments, "widebeam catalog assign")
     table = assign(options)
     if options.output is not None:
         print(f"{options.output}: {len(table):,} items")
@@ -91,7 +90,7 @@ def _inspect(arguments: list[str]) -> int:
     from widebeam.constraints.report import inspect
 
     file, flags = _take_file(arguments, "inspect")
-    options: Inspect = _parse(Inspect, flags, "widebeam catalog inspect FILE")
+    options: Inspect = parse_flags(Inspect, flags, "widebeam catalog inspect FILE")
     model = _Model(options.model)
     started = time.perf_counter()
     catalog = Catalog.load(file, token_id=model.token_id, vocab_size=model.vocab_size)
@@ -105,7 +104,7 @@ def _validate(arguments: list[str]) -> int:
     from widebeam.constraints.validation import validate
 
     file, flags = _take_file(arguments, "validate")
-    options: Validate = _parse(Validate, flags, "widebeam catalog validate FILE")
+    options: Validate = parse_flags(Validate, flags, "widebeam catalog validate FILE")
     model = _Model(options.model)
     found = validate(file, model.token_id, model.vocab_size)
     print(_json(found) if options.json else found.text())
@@ -119,13 +118,6 @@ def _take_file(arguments: list[str], command: str) -> tuple[Path, list[str]]:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(f"no file: widebeam catalog {command} FILE")
     return Path(arguments[0]), arguments[1:]
-
-
-def _parse(kind: type[Any], flags: list[str], prog: str) -> Any:
-    """A struct of flags, with its bounds checked. --help exits."""
-    import tyro
-
-    return convert(msgspec.to_builtins(tyro.cli(kind, args=flags, prog=prog)), kind)
 
 
 def _json(report: msgspec.Struct) -> str:

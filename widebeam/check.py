@@ -8,16 +8,13 @@ import platform
 import shutil
 from typing import TYPE_CHECKING
 
-from widebeam.model.config import ModelConfig, RopeConfig, load_model_config
+from widebeam.model.config import ModelConfig, load_model_config
+from widebeam.plan.shapes import SHAPES
 
 if TYPE_CHECKING:
     import torch
 
-QWEN3_1_7B = ModelConfig(
-    model_type="qwen3", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=28, num_heads=16,
-    num_kv_heads=8, head_dim=128, max_position_embeddings=40_960, rms_norm_eps=1e-6, tied_head=True, qkv_bias=False,
-    o_bias=False, qk_norm=True, rope=RopeConfig(theta=1e6), dtype="bfloat16", eos_token_ids=(),
-)  # fmt: skip
+TYPICAL = SHAPES["qwen3-1.7b"]
 """Stands for the model if none is named: what runs depends on few of its sizes."""
 
 
@@ -82,7 +79,7 @@ def _runs(model: str | None) -> list[tuple[str, str]]:
 
     from widebeam.model.weights import resolve_checkpoint
 
-    config = QWEN3_1_7B if model is None else load_model_config(resolve_checkpoint(model, files=("*.json",)))
+    config = TYPICAL if model is None else load_model_config(resolve_checkpoint(model, files=("*.json",)))
     stored = "fp8" if config.quantization == "fp8" else config.dtype
     rows = [] if model is None else [("model", f"{model}: {config.model_type}, {stored}")]
     for name in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):

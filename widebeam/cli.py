@@ -1,4 +1,4 @@
-"""`widebeam serve | generate | catalog | check`: read settings, call one function. Heavy imports wait until needed."""
+"""`widebeam serve | generate | catalog | check | plan`: read settings, call one function. Heavy imports wait."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ USAGE = """usage: widebeam COMMAND ...
   catalog build|assign [flags]             semantic IDs from item embeddings, written as a catalog
   catalog inspect|validate FILE [flags]    what a catalog file holds, or what is wrong with it
   check [MODEL]                            what this machine can run, and why not more
+  plan --model MODEL [flags]               memory, times and GPUs for a load; needs no GPU
 
 `widebeam COMMAND --help` lists the flags. Every setting can also come from a TOML file (--config FILE) or from the
 environment (WIDEBEAM_MAX_BEAM_WIDTH=256); flags win over the environment, which wins over the file.
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         "generate": _generate,
         "catalog": _catalog,
         "check": _check,
+        "plan": _plan,
     }
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
@@ -83,3 +85,9 @@ def _check(arguments: list[str]) -> int:
         return 0 if asked else 2
     print(check(*arguments))
     return 0
+
+
+def _plan(arguments: list[str]) -> int:
+    from widebeam.plan.command import run
+
+    return run(arguments)

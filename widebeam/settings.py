@@ -49,6 +49,11 @@ def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[s
     return checked
 
 
+def parse_flags(kind: type[Any], flags: list[str], prog: str) -> Any:
+    """A struct of flags alone, with its bounds checked. Raises ConfigError; --help exits."""
+    return convert(msgspec.to_builtins(tyro.cli(kind, args=flags, prog=prog)), kind)
+
+
 def _canonical(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return ALIASES.get(name, name) + equals + value

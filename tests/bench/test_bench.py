@@ -11,13 +11,16 @@ from typing import Any
 import breakdown
 import compare
 import floor
+import kernels
 import matrix
 import offline
 import peers
 import pytest
 import report
 
-TINY = floor.Shape(hidden=32, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=64)
+from widebeam.plan.work import Shape, Work
+
+TINY = Shape(hidden=32, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=64)
 
 
 def timed(**cases: float) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def test_a_floor_is_the_sum_of_its_parts() -> None:
 
 
 def test_bytes_between_products_are_those_of_a_fused_layer() -> None:
-    _, nbytes = floor._layer(10, TINY, fp8=False)
+    _, nbytes = Work(TINY, kernels).layer(10)
     elements = 2 * (32 + 32 + 32)  # twice: residual read, residual written, norm written
     elements += (64 + 32 + 32) + 64 + 32 + 32  # q, k, v read; q, k, v written
     elements += 48 + 48 + 48  # gate and up read, their product written

@@ -11,33 +11,16 @@ import gc
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from widebeam.config import EngineConfig
+from widebeam.engine.pool_sizes import PoolSizes, least_sizes
 from widebeam.errors import ConfigError
 from widebeam.kv.copies import PageCopies
 from widebeam.model.config import ModelConfig
 
 log = logging.getLogger(__name__)
-BEAM_LEVELS = 4
-"""Decoded tokens of each row of a full wave that the beam pool holds by default."""
-
-
-@dataclass(frozen=True)
-class PoolSizes:
-    """Pages of the context pool and slots of the beam pool."""
-
-    context_pages: int
-    beam_slots: int
-
-
-def least_sizes(config: EngineConfig, max_context_len: int) -> PoolSizes:
-    """Pools that hold one full wave or one longest prompt: the least that is useful, and the CPU's default."""
-    tokens = config.max_total_tokens or max(config.max_wave_tokens, max_context_len)
-    slots = config.beam_kv_tokens or BEAM_LEVELS * config.max_wave_rows
-    return PoolSizes(-(-tokens // config.page_size), slots)
 
 
 def require_room_for_weights(size: int, device: torch.device, utilization: float) -> None:

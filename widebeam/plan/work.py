@@ -1,0 +1,193 @@
+"""What a wave computes and moves, part by part: products, attention and the bytes that no fusion avoids.
+
+bench/floor.py has the parts timed on a machine, `widebeam plan` by the rates of a GPU. Imports no torch.
+
+Letters: B requests, T packed prompt tokens to compute, R rows, H hidden, Q query heads, K key/value heads, D head size,
+I MLP size, N layers, C columns of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from widebeam.engine.shapes import rung
+from widebeam.model.config import ModelConfig
+
+BF16, FP32 = 2, 4
+
+
+class Shape(NamedTuple):
+    """What of a model decides its speed."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Shape:
+        return cls(
+            model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim,
+            model.intermediate_size, model.vocab_size,
+        )  # fmt: skip
+
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of a layer's four products."""
+        H, _, Q, K, D, I, _ = self  # noqa: E741
+        return {"qkv": ((Q + 2 * K) * D, H), "o": (H, Q * D), "gate_up": (2 * I, H), "down": (H, I)}
+
+
+class Prompt(NamedTuple):
+    """Tokens of a prompt, and how many of its first ones the prefix cache has."""
+
+    context: int
+    cached: int = 0
+
+
+class Part(NamedTuple):
+    """One line of the sum."""
+
+    phase: str
+    name: str
+    ms: float
+    times: int
+
+
+class Timer(Protocol):
+    """Milliseconds of one launch of each kind of work."""
+
+    def product_ms(self, rows: int, n: int, k: int) -> float:
+        """[rows, k] x [k, n] in bf16."""
+
+    def fp8_product_ms(self, rows: int, n: int, k: int) -> float:
+        """The same from fp8 operands; infinite where it cannot run."""
+
+    def head_ms(self, rows: int, columns: int, hidden: int) -> float:
+        """Bf16 operands to float32 logits."""
+
+    def prefill_attention_ms(self, requests: int, context: int, Q: int, K: int, D: int) -> float:
+        """Causal attention of whole prompts in one layer."""
+
+    def context_attention_ms(self, requests: int, width: int, context: int, Q: int, K: int, D: int) -> float:
+        """`width` rows of each request over its context, in pages, in one layer."""
+
+    def copy_ms(self, nbytes: int) -> float:
+        """So many bytes, read or written, pass the memory."""
+
+
+class Work:
+    """Parts of waves of a model. `codes`: size of a level's codebook; without it the head is the whole vocabulary.
+
+    A product in fp8 is taken where the timer says that it is faster. With `max_rows` a level has as many places as the
+    engine would give it (engine/shapes.py), else as many as it has rows.
+    """
+
+    def __init__(
+        self, shape: Shape, timer: Timer, *, fp8: bool = False, codes: int | None = None, max_rows: int | None = None
+    ) -> None:
+        self.shape, self.timer, self.fp8, self.max_rows = shape, timer, fp8, max_rows
+        self.columns = codes or shape.vocab
+
+    def wave(self, prompts: Sequence[Prompt], width: int, tokens: int) -> list[Part]:
+        """Prefill with the head of level 0, then the levels behind it."""
+        contexts = sum(prompt.context for prompt in prompts)
+        B, parts = len(prompts), self.prefill(prompts)
+        for level in range(1, tokens):
+            parts += self.level(level, B * min(width, self.columns), B, contexts // B)
+        return parts
+
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Part]:
+        """All layers but the last over all T tokens; of the last, k and v of all, the rest for the prompts' ends."""
+        H, N, Q, K, D, _, _ = self.shape
+        B, T = len(prompts), sum(prompt.context - prompt.cached for prompt in prompts)
+        mean_context = sum(prompt.context for prompt in prompts) // B
+        products, size = self.layer(T)
+        size += T * K * D * BF16  # rotated keys a second time: one copy goes to pages, ragged attention reads the other
+        ends, _ = self.layer(B)
+        kv_ms, operand = self._product(T, 2 * K * D, H)
+        kv_size = T * (
+            (2 * H + 2 * 2 * K * D) * BF16 + H * operand
+        )  # residual and its norm; k and v read, then to pages
+        ends_ms = self.timer.context_attention_ms(B, 1, mean_context, Q, K, D)
+        return [
+            *(Part("prefill", name, ms, N - 1) for name, ms in products.items()),
+            Part("prefill", "attention", self._prompt_attention_ms(prompts), N - 1),
+            Part("prefill", "bytes", self.timer.copy_ms(size), N - 1),
+            Part("prefill", "last layer: k and v of all", kv_ms, 1),
+            Part("prefill", "last layer: bytes", self.timer.copy_ms(kv_size), 1),
+            Part("prefill", "last layer: products of the ends", sum(ends.values()), 1),
+            Part("prefill", "last layer: attention of the ends", ends_ms, 1),
+            *self._head("prefill", B),
+        ]
+
+    def level(self, level: int, R: int, requests: int, context: int) -> list[Part]:
+        """All layers over the newest token of every row, which has `level` tokens of its own to look back on."""
+        _, N, Q, K, D, _, _ = self.shape
+        phase = f"level {level}"
+        places = R if self.max_rows is None else rung(R, self.max_rows)
+        products, size = self.layer(places)
+        size += R * level * 2 * K * D * BF16  # a beam's own keys and values, shared with no other
+        attention = self.timer.context_attention_ms(requests, R // requests, context, Q, K, D)
+        return [
+            *(Part(phase, name, ms, N) for name, ms in products.items()),
+            Part(phase, "attention", attention, N),
+            Part(phase, "bytes", self.timer.copy_ms(size), N),
+            *self._head(phase, places),
+        ]
+
+    def layer(self, rows: int) -> tuple[dict[str, float], int]:
+        """Milliseconds of a layer's four products, and the bytes between them that no fusion avoids.
+
+        Those are, for each row: twice the residual read and written, and its norm written; q, k and v read, q written,
+        k and v written to their places; gate and up read, their product written. What an fp8 product reads has one byte
+        an element, and the output of attention has to be read and written to become that.
+        """
+        H, _, Q, K, D, I, _ = self.shape  # noqa: E741
+        products = {name: self._product(rows, n, k) for name, (n, k) in self.shape.products.items()}
+        element = {name: size for name, (_, size) in products.items()}
+        size = (2 * 2 * H + 2 * (Q + 2 * K) * D + 2 * I) * BF16
+        size += H * element["qkv"] + H * element["gate_up"] + I * element["down"]
+        if element["o"] < BF16:
+            size += Q * D * (BF16 + element["o"])
+        return {name: ms for name, (ms, _) in products.items()}, rows * size
+
+    def _product(self, rows: int, n: int, k: int) -> tuple[float, int]:
+        """Milliseconds of the best known product, and the bytes of an element that it reads."""
+        ways = [(self.timer.product_ms(rows, n, k), BF16)]
+        if self.fp8:
+            ways.append((self.timer.fp8_product_ms(rows, n, k), 1))
+        return min(ways)
+
+    def _prompt_attention_ms(self, prompts: Sequence[Prompt]) -> float:
+        """New tokens over themselves, and over what the cache has before them; prompts of each kind at their mean."""
+        _, _, Q, K, D, _, _ = self.shape
+        ms = 0.0
+        for found in (False, True):
+            alike = [prompt for prompt in prompts if (prompt.cached > 0) == found]
+            if alike:
+                cached = sum(prompt.cached for prompt in alike) // len(alike)
+                new = sum(prompt.context for prompt in alike) // len(alike) - cached
+                ms += self.timer.prefill_attention_ms(len(alike), new, Q, K, D)
+                if found:
+                    ms += self.timer.context_attention_ms(len(alike), new, cached, Q, K, D)
+        return ms
+
+    def _head(self, phase: str, R: int) -> list[Part]:
+        """Float32 logits, written by the product and read once."""
+        return [
+            Part(phase, "head", self.timer.head_ms(R, self.columns, self.shape.hidden), 1),
+            Part(phase, "logits read", self.timer.copy_ms(R * self.columns * FP32), 1),
+        ]
+
+
+def phase_ms(parts: Sequence[Part]) -> dict[str, float]:
+    """Sums of the phases, in their order."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        sums[part.phase] = sums.get(part.phase, 0.0) + part.ms * part.times
+    return sums
