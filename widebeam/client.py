@@ -80,6 +80,7 @@ class AsyncClient(CatalogCalls):
         beam_width: int | None = None,
         policy: PolicySpec | dict[str, Any] | None = None,
         catalog: str | None = None,
+        min_catalog_version: int | None = None,
         normalizer: Normalizer | None = None,
         length_penalty: float | None = None,
         fields: Sequence[str] = (),
@@ -94,7 +95,8 @@ class AsyncClient(CatalogCalls):
         """The n best items after a history of item ids (oldest first), or after a prompt in one of its other forms.
 
         `filters` says which items may come back; `fields` names metadata columns to return; `timeout` (seconds)
-        replaces the client's for this call.
+        replaces the client's for this call. With `min_catalog_version` a server whose catalog is older does not
+        answer: the call is repeated, and in the end raises `CatalogVersionNotReady`.
         """
         body = {
             "history": history,
@@ -105,6 +107,7 @@ class AsyncClient(CatalogCalls):
             "beam_width": beam_width,
             "policy": policy,
             "catalog": catalog,
+            "min_catalog_version": min_catalog_version,
             "normalizer": normalizer,
             "length_penalty": length_penalty,
             "fields": fields,
@@ -125,6 +128,7 @@ class AsyncClient(CatalogCalls):
         messages: Sequence[dict[str, Any]] | None = None,
         input_ids: Sequence[int] | None = None,
         catalog: str | None = None,
+        min_catalog_version: int | None = None,
         cache_salt: str | None = None,
         ttl_s: float | None = None,
         priority: int | None = None,
@@ -141,6 +145,7 @@ class AsyncClient(CatalogCalls):
             "messages": messages,
             "input_ids": input_ids,
             "catalog": catalog,
+            "min_catalog_version": min_catalog_version,
             "cache_salt": cache_salt,
             "ttl_s": ttl_s,
             "priority": priority,
@@ -182,6 +187,7 @@ class AsyncClient(CatalogCalls):
         top_logprobs: int | None = None,
         policy: PolicySpec | dict[str, Any] | None = None,
         catalog: str | None = None,
+        min_catalog_version: int | None = None,
         normalizer: Normalizer | None = None,
         length_penalty: float | None = None,
         priority: int | None = None,
@@ -209,6 +215,7 @@ class AsyncClient(CatalogCalls):
             "top_logprobs": top_logprobs,
             "policy": policy,
             "catalog": catalog,
+            "min_catalog_version": min_catalog_version,
             "normalizer": normalizer,
             "length_penalty": length_penalty,
             "priority": priority,

@@ -16,6 +16,7 @@ WideBeamError
 |   |-- EngineError        500   the search failed
 |   |-- OutOfMemory        503   the wave failed, the server goes on
 |   |-- NotReady           503   starting
+|   |-- CatalogVersionNotReady   503   the catalog is older here than the request wants it
 |   |-- Draining           503   stopping
 |   |-- EngineDead         503   the GPU thread is gone
 |   `-- DeadlineExceeded   504
@@ -114,6 +115,10 @@ class OutOfMemory(RequestError):
 
 class NotReady(RequestError):
     status, code, retryable = 503, "not_ready", True
+
+
+class CatalogVersionNotReady(RequestError):
+    status, code, retryable = 503, "catalog_version_not_ready", True
 
 
 class Draining(RequestError):

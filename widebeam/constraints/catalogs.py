@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from widebeam.constraints.catalog import Catalog, hint
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import InvalidRequest, NotFound
+from widebeam.errors import CatalogVersionNotReady, InvalidRequest, NotFound
+
+_LOOK_AGAIN_S = 1.0
+"""When a version that others have may be here too."""
 
 
 class Catalogs:
@@ -56,12 +59,26 @@ class Catalogs:
     def names(self) -> list[str]:
         return sorted(self._current)
 
-    def get(self, name: str | None) -> Catalog | None:
+    def get(self, name: str | None, min_version: int | None = None) -> Catalog | None:
         """The catalog that a request names. None asks for the only one, if there is one; "none" for no constraint.
 
-        Raises NotFound (`unknown_catalog`), or InvalidRequest (`ambiguous_catalog`) when none is named and there are
-        several.
+        Raises NotFound (`unknown_catalog`), InvalidRequest (`ambiguous_catalog`) when none is named and there are
+        several or where `min_version` has no catalog, and CatalogVersionNotReady where the current one is older.
         """
+        catalog = self._named(name)
+        if min_version is None:
+            return catalog
+        if catalog is None:
+            raise InvalidRequest("min_catalog_version needs a catalog", param="min_catalog_version")
+        if catalog.version < min_version:
+            raise CatalogVersionNotReady(
+                f"catalog {catalog.name!r} is at version {catalog.version} here, not yet at {min_version}",
+                param="min_catalog_version",
+                retry_after_s=_LOOK_AGAIN_S,
+            )
+        return catalog
+
+    def _named(self, name: str | None) -> Catalog | None:
         if name == NO_CATALOG or (name is None and not self._current):
             return None
         known = ", ".join(self.names()) or "none"

@@ -234,7 +234,7 @@ class Engine(Recommending, Blocking):
         """A checked search, filters left aside, and warnings."""
         filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
         plain = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
-        catalog = catalog or self.catalogs.get(plain.catalog)
+        catalog = catalog or self.catalogs.get(plain.catalog, plain.min_catalog_version)
         if filters is not None and catalog is None:
             raise InvalidRequest("filters need a catalog", param="filters")
         return admit(token_ids, plain, catalog, self._limits)

@@ -20,6 +20,8 @@ from widebeam.http.protocol import MAX_TIMEOUT_MS
 
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
+VERSION_HEADER = "x-catalog-version"
+"""Of the catalog that was searched: not every dialect has a place for it in its body."""
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -78,6 +80,8 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
         failure = as_request_error(error, request)
         response = failure_response(failure, request, dialect_of(request.path))
     response.headers[ID_HEADER] = request[REQUEST_ID]
+    if failure is None and (version := request[FACTS].version) is not None:
+        response.headers[VERSION_HEADER] = str(version)
     if request.app[ENGINE].state != "ready":  # a client that reconnects finds a server that stays
         response.force_close()
     return response, failure
