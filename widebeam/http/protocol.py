@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from widebeam.config import MAX_BEAM_WIDTH
 from widebeam.constraints.filter_spec import Filters, ItemId
-from widebeam.constraints.header import MAX_NAME_LENGTH, SidForm
+from widebeam.constraints.header import MAX_NAME_LENGTH, DeclaredVersion, SidForm
 from widebeam.engine.request import MAX_TTL_S, MAX_VERSION, Normalizer, Timing, TokenId
 from widebeam.engine.results import Item
 from widebeam.policies import PolicySpec
@@ -166,6 +166,8 @@ class PutCatalog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Below --catalog-root."""
     if_version: Version | None = None
     """Only if the catalog is at this version; 0: only if there is none."""
+    version: DeclaredVersion | None = None
+    """Its number, unless the file's header declares it. None: the next that this server counts."""
 
 
 UploadFormat = Literal["parquet", "jsonl", "minionerec", "sid2pid"]
@@ -176,6 +178,7 @@ class UploadQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     format: UploadFormat | UnsetType = UNSET
     if_version: Version | UnsetType = UNSET
+    version: DeclaredVersion | UnsetType = UNSET
 
 
 class UpdateItems(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -185,6 +188,7 @@ class UpdateItems(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whole items as in a JSONL file: `item_id`, `sid`, metadata. Each is added, or replaces the item of its id."""
     remove: Annotated[list[ItemId], Meta(max_length=MAX_CHANGES)] = []
     if_version: Version | None = None
+    version: DeclaredVersion | None = None
 
 
 class RollBack(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
