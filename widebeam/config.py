@@ -124,8 +124,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time within which an uploaded file must have arrived."""
     keepalive_timeout_s: Annotated[float, Meta(gt=0)] = 75.0
     """Time after which an idle connection, or one with half a header, is closed."""
+    drain_delay_s: Annotated[float, Meta(ge=0)] = 0.0
+    """After SIGTERM, time for which new requests are still accepted, while /ready is 503 already: until whoever spreads
+    requests has noticed."""
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
-    """After SIGTERM, time that requests in flight get to finish."""
+    """After that, time that requests in flight get to finish."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of a log line that is printed."""
     log_format: Literal["text", "json"] = "text"

@@ -14,7 +14,16 @@ from aiohttp.typedefs import Handler
 from widebeam.errors import Cancelled, InvalidRequest, RequestError
 from widebeam.http.auth import Access, access_to, require
 from widebeam.http.failures import Dialect, as_request_error, failure_response
-from widebeam.http.keys import ENGINE, FACTS, HAS_HEADER_ID, IN_FLIGHT, METRICS, REQUEST_ID, TIME_LIMIT, TimeLimit
+from widebeam.http.keys import (
+    FACTS,
+    HAS_HEADER_ID,
+    IN_FLIGHT,
+    METRICS,
+    REQUEST_ID,
+    TIME_LIMIT,
+    TimeLimit,
+    server_state,
+)
 from widebeam.http.logs import RequestFacts, log_request
 from widebeam.http.protocol import MAX_TIMEOUT_MS
 
@@ -82,7 +91,7 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
     response.headers[ID_HEADER] = request[REQUEST_ID]
     if failure is None and (version := request[FACTS].version) is not None:
         response.headers[VERSION_HEADER] = str(version)
-    if request.app[ENGINE].state != "ready":  # a client that reconnects finds a server that stays
+    if server_state(request.app) != "ready":  # a client that reconnects finds a server that stays
         response.force_close()
     return response, failure
 

@@ -271,6 +271,6 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """`status` is the engine's state: starting, ready, draining, stopped or dead."""
+    """`status` is the server's state: starting, ready, draining, stopped or dead."""
 
     status: str
