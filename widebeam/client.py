@@ -23,6 +23,7 @@ from widebeam.errors import InvalidRequest
 from widebeam.http.openai import ChatResponse, CompletionResponse
 from widebeam.http.protocol import MAX_TIMEOUT_MS, Health, ModelCard, ModelList, PrefillResponse, RecommendResponse
 from widebeam.policies import PolicySpec
+from widebeam.sessions import session_headers
 from widebeam.transport import Transport, encode
 
 P = ParamSpec("P")
@@ -38,9 +39,10 @@ class AsyncClient(CatalogCalls):
     one call in ten. Repeating is safe: a search changes nothing on the server, and what does is never repeated.
     Cancelling a call ends its search.
 
-    `api_key` is sent as a bearer token; None: the environment's WIDEBEAM_API_KEY, if it is set. `max_connections` is
-    how many calls run at once; more wait. Calls may come from many tasks of one event loop, and of the next one when
-    that is closed.
+    `session_id` of a call keeps a user's requests on one of several servers; make it by `session_key`, never send the
+    user's own id. `api_key` is sent as a bearer token; None: the environment's WIDEBEAM_API_KEY, if it is set.
+    `max_connections` is how many calls run at once; more wait. Calls may come from many tasks of one event loop, and of
+    the next one when that is closed.
 
     Calls raise `RequestError` subclasses that mirror the server's codes (`InvalidRequest`, `Overloaded`, ..),
     `DeadlineExceeded` when the timeout has passed, and `ServerUnreachable`.
@@ -90,6 +92,7 @@ class AsyncClient(CatalogCalls):
         cache_salt: str | None = None,
         priority: int | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
     ) -> RecommendResponse:
         """The n best items after a history of item ids (oldest first), or after a prompt in one of its other forms.
@@ -118,7 +121,7 @@ class AsyncClient(CatalogCalls):
             "priority": priority,
             "request_id": request_id,
         }
-        return await self._search("/v1/recommend", RecommendResponse, body, timeout)
+        return await self._search("/v1/recommend", RecommendResponse, body, timeout, session_id)
 
     async def prefill(
         self,
@@ -133,6 +136,7 @@ class AsyncClient(CatalogCalls):
         ttl_s: float | None = None,
         priority: int | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
     ) -> PrefillResponse:
         """Have the prompt of a `recommend` computed before it is sent: with the same history, catalog and salt.
@@ -151,7 +155,7 @@ class AsyncClient(CatalogCalls):
             "priority": priority,
             "request_id": request_id,
         }
-        return await self._search("/v1/prefill", PrefillResponse, body, timeout)
+        return await self._search("/v1/prefill", PrefillResponse, body, timeout, session_id)
 
     async def generate(
         self,
@@ -159,6 +163,7 @@ class AsyncClient(CatalogCalls):
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
         **fields: Any,
     ) -> Any:
@@ -167,7 +172,7 @@ class AsyncClient(CatalogCalls):
         `fields` are further top-level keys of the body, such as `return_logprob` or `catalog`.
         """
         body = {"text": text, "input_ids": input_ids, "sampling_params": sampling_params, **fields}
-        return await self._search("/generate", Any, body, timeout)
+        return await self._search("/generate", Any, body, timeout, session_id)
 
     async def chat(
         self,
@@ -192,6 +197,7 @@ class AsyncClient(CatalogCalls):
         length_penalty: float | None = None,
         priority: int | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
         **fields: Any,
     ) -> ChatResponse:
@@ -222,7 +228,7 @@ class AsyncClient(CatalogCalls):
             "rid": request_id,
             **fields,
         }
-        return await self._search("/v1/chat/completions", ChatResponse, body, timeout)
+        return await self._search("/v1/chat/completions", ChatResponse, body, timeout, session_id)
 
     async def completions(
         self,
@@ -233,6 +239,7 @@ class AsyncClient(CatalogCalls):
         max_tokens: int | None = None,
         logprobs: int | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
         **fields: Any,
     ) -> CompletionResponse:
@@ -249,12 +256,17 @@ class AsyncClient(CatalogCalls):
             "rid": request_id,
             **fields,
         }
-        return await self._search("/v1/completions", CompletionResponse, body, timeout)
+        return await self._search("/v1/completions", CompletionResponse, body, timeout, session_id)
 
-    async def abort(self, rid: str) -> int:
-        """End the searches of a request id; their callers get an `Aborted` error. Returns how many were ended."""
-        body = encode({"rid": rid})
-        answer = await self._transport.call("POST", "/abort_request", dict[str, int], lambda _: body, self._timeout_s)
+    async def abort(self, rid: str, *, session_id: str | None = None) -> int:
+        """End the searches of a request id; their callers get an `Aborted` error. Returns how many were ended.
+
+        Of several servers the one is asked to which `session_id` leads: give that of the request.
+        """
+        body, headers = encode({"rid": rid}), session_headers(session_id)
+        answer = await self._transport.call(
+            "POST", "/abort_request", dict[str, int], lambda _: body, self._timeout_s, headers=headers
+        )
         return int(answer["aborted"])
 
     async def models(self) -> list[ModelCard]:
@@ -267,7 +279,9 @@ class AsyncClient(CatalogCalls):
         _, _, content = await self._transport.exchange("GET", "/health", None, self._timeout_s)
         return self._transport.decode(content, Health)
 
-    async def _search(self, path: str, kind: Any, body: dict[str, Any], timeout_s: float | None) -> Any:
+    async def _search(
+        self, path: str, kind: Any, body: dict[str, Any], timeout_s: float | None, session_id: str | None
+    ) -> Any:
         """A call whose server is told, at each try, what remains of the timeout."""
         if body.get("stream"):
             raise InvalidRequest("this client takes whole answers", code="unsupported_field", param="stream")
@@ -277,7 +291,8 @@ class AsyncClient(CatalogCalls):
             return encode(body | {"timeout_ms": min(longest_ms, max(1, int(remaining_s * 1000)))})
 
         within_s = self._timeout_s if timeout_s is None else timeout_s
-        return await self._transport.call("POST", path, kind, timed, within_s)
+        headers = session_headers(session_id)
+        return await self._transport.call("POST", path, kind, timed, within_s, headers=headers)
 
 
 def _close(loop: LoopThread, client: AsyncClient) -> None:

@@ -23,6 +23,8 @@ from tests.deploy.tools import needs
 from tests.http.hostile import GOOD
 from tests.http.process import LONG, Process, starter
 from tests.http.service import Answer, wait_until
+from widebeam import Client, session_key
+from widebeam.errors import Aborted
 from widebeam.retries import error_of
 
 pytestmark = needs("haproxy")
@@ -92,6 +94,26 @@ def test_a_session_always_meets_one_server(fleet: Fleet) -> None:
     assert fleet.by_session(SESSIONS[::-1]) == first
     answer = fleet.proxy.call("POST", "/v1/recommend", GOOD, session=SESSIONS[0])
     assert answer.json["model"] == first[SESSIONS[0]] and len(answer.json["items"]) == 2
+
+
+def test_the_clients_sessions_are_the_proxys(fleet: Fleet) -> None:
+    """All calls of a user reach the server by which the key of that user is hashed."""
+    sessions = [session_key(user, "the secret of these tests") for user in range(12)]
+    expected = fleet.by_session(sessions)
+    assert len(set(expected.values())) > 1
+    url = "http://{}:{}".format(*fleet.proxy.address)
+    with Client(url, api_key=KEY["Authorization"].split()[1]) as client:
+        for session, name in expected.items():
+            chat = client.chat(input_ids=[7, 11], n=2, session_id=session)
+            assert client.recommend(history=["item-1"], n=2, session_id=session).model == chat.model == name
+        session, name = next(iter(expected.items()))
+        with ThreadPoolExecutor(1) as pool:
+            body = ENDLESS | {"rid": "to-be-ended", "session_id": session}
+            begun = pool.submit(client.generate, **body)
+            wait_until(fleet.servers[name].works_on_long)
+            assert client.abort("to-be-ended", session_id=session) == 1
+            with pytest.raises(Aborted):
+                begun.result(60)
 
 
 def test_without_a_session_requests_are_spread(fleet: Fleet) -> None:
