@@ -43,7 +43,7 @@ class ChangeStats:
     """What became of changes, by catalog."""
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By catalog and outcome: `ok`, `invalid_catalog` for a file, or the code of an error class."""
+    """By catalog and outcome: `ok`, `staged`, `invalid_catalog` for a file, or the code of an error class."""
     build_s: dict[str, float] = field(default_factory=dict)
     """Seconds in which the version was built that was offered last."""
     swap_s: dict[str, float] = field(default_factory=dict)
@@ -62,6 +62,8 @@ class Change:
     """What `build` makes has its number."""
     offered: Callable[[], None] = lambda: None
     """Called at once when new searches get it."""
+    keep: Callable[[Catalog], None] | None = None
+    """Gets what is on the device now, in the place of new searches."""
 
 
 class LiveCatalogs:
@@ -100,9 +102,9 @@ class LiveCatalogs:
         description; without a header of its own it gets that of the version before. Raises CatalogError, Conflict,
         Overloaded, and InvalidRequest as `CatalogFile.find` does and for another version than the header's.
         """
-        return await self._change(self._loading(path, name, if_version, version, below, upload))
+        return await self.change(self.loading(path, name, if_version, version, below, upload))
 
-    def _loading(
+    def loading(
         self,
         path: str | Path,
         name: str | None,
@@ -111,6 +113,7 @@ class LiveCatalogs:
         below: str | None = None,
         upload: str | None = None,
     ) -> Change:
+        """What `load` does, to be changed or done."""
         file = CatalogFile(str(path), below)
         name = base_name(Path(path)) if name is None else name
         seen: Fingerprint = ()
@@ -161,7 +164,7 @@ class LiveCatalogs:
             self._catalogs.check_number(name, version)
             return _declared(updated(current, upsert, remove, self._vocabulary), version)
 
-        return await self._change(Change(name, build, if_version))
+        return await self.change(Change(name, build, if_version))
 
     async def roll_back(self, name: str, version: int, if_version: int | None = None) -> Catalog:
         """Offer an earlier version again, under its number. Raises NotFound, Conflict, Overloaded."""
@@ -171,7 +174,7 @@ class LiveCatalogs:
             assert current is not None
             return current if current.version == version else self._catalogs.copy_of(name, version)
 
-        return await self._change(Change(name, build, if_version, numbered=True))
+        return await self.change(Change(name, build, if_version, numbered=True))
 
     def watch(self, interval_s: float) -> None:
         """From now on load files again that change."""
@@ -186,7 +189,8 @@ class LiveCatalogs:
         if self._catalogs.get(name) is None:
             raise NotFound(f"no catalog is called {name!r}", code="unknown_catalog", param="catalog")
 
-    async def _change(self, change: Change) -> Catalog:
+    async def change(self, change: Change) -> Catalog:
+        """Make a change when it is its turn. Raises Overloaded, Conflict, and what `build` raises."""
         if self._waiting.total() >= MOST_WAITING:
             raise Overloaded(f"{MOST_WAITING} changes of catalogs wait already", retry_after_s=1.0)
         self._waiting[change.name] += 1
@@ -200,7 +204,7 @@ class LiveCatalogs:
         try:
             async with self._turns.setdefault(name, asyncio.Lock()):
                 catalog = await self._replace(change)
-            outcome = "ok"
+            outcome = "ok" if change.keep is None else "staged"
             return catalog
         except WideBeamError as error:
             outcome = type(error).code if isinstance(error, RequestError) else "invalid_catalog"
@@ -229,6 +233,9 @@ class LiveCatalogs:
             catalog = self._catalogs.next_version(catalog)
         built = time.perf_counter()
         await self._put(catalog)
+        if change.keep is not None:
+            change.keep(catalog)
+            return catalog
         self._catalogs.add(catalog)
         change.offered()
         self.stats.build_s[name], self.stats.swap_s[name] = built - started, time.perf_counter() - built
