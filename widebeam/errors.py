@@ -25,6 +25,7 @@ WideBeamError
     |-- ConfigError
     |-- CheckpointError
     `-- CatalogError
+        `-- CatalogUnreachable   another time it may be there
 """
 
 from __future__ import annotations
@@ -159,3 +160,7 @@ class CatalogError(StartupError):
     def __init__(self, message: str, problems: list[str] | None = None) -> None:
         super().__init__(message)
         self.problems = problems or [message]
+
+
+class CatalogUnreachable(CatalogError):
+    """An object store did not give a catalog, or not in one piece; another time it may."""

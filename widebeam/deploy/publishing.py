@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from widebeam.constraints.header import base_name
+from widebeam.constraints.object_store import file_name
 from widebeam.errors import CatalogError
 
 
@@ -14,15 +15,15 @@ def publish_catalog(
 ) -> int:
     """Have every replica load a catalog file, and once all of them have, offer it; returns its version.
 
-    `handle`: of the application, from `serve.get_app_handle`. `path`: where each node has the file. `version`: its
-    number, if the header does not declare it. Searches go on meanwhile. First all replicas read and check the file and
-    put it on the device; if one cannot, all of them drop it, and nothing has changed. Then all offer it. When this
-    returns, no replica answers from an older version: now clients can be told of it.
+    `handle`: of the application, from `serve.get_app_handle`. `path`: where each node has the file, or its URI.
+    `version`: its number, if the header does not declare it. Searches go on meanwhile. First all replicas read and
+    check the file and put it on the device; if one cannot, all of them drop it, and nothing has changed. Then all offer
+    it. When this returns, no replica answers from an older version: now clients can be told of it.
 
     `timeout_s` bounds each of the two steps. Raises CatalogError, whose message says whether anything has changed; if
     it has, on some replicas, publish again under a higher number. One publisher at a time.
     """
-    name = base_name(Path(path)) if name is None else name
+    name = base_name(Path(file_name(str(path)))) if name is None else name
     staged = _on_all(handle, timeout_s, "stage_catalog", str(path), name, version)
     failed = _failed(staged)
     if failed or len(set(staged)) != 1:

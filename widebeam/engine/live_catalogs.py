@@ -19,9 +19,8 @@ import msgspec
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
-from widebeam.constraints.header import base_name
 from widebeam.constraints.updates import Row, updated
-from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, fingerprint, watch
+from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, watch
 from widebeam.errors import (
     CatalogError,
     Conflict,
@@ -115,26 +114,26 @@ class LiveCatalogs:
     ) -> Change:
         """What `load` does, to be changed or done."""
         file = CatalogFile(str(path), below)
-        name = base_name(Path(path)) if name is None else name
+        name = file.name if name is None else name
         seen: Fingerprint = ()
 
         def build(current: Catalog | None) -> Catalog:
             nonlocal seen
             if version is not None:
                 self._catalogs.check_number(name, version)
-            path = file.find()
-            seen = fingerprint(path)
-            if upload is not None and current is not None:
-                header = _declared(current, None).header
-                path.with_name("catalog.json").write_bytes(msgspec.json.encode(header))
-            token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
-            catalog = Catalog.load(path, name=name, token_id=token_id, vocab_size=vocab_size)
-            self._check(catalog, path)
+            with file.here() as (path, seen):
+                if upload is not None and current is not None:
+                    header = _declared(current, None).header
+                    path.with_name("catalog.json").write_bytes(msgspec.json.encode(header))
+                token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
+                catalog = Catalog.load(path, name=name, token_id=token_id, vocab_size=vocab_size)
+                self._check(catalog, path)
+            where = str(path) if below is not None else file.given
             known = catalog.header.version
             if version is not None and known not in (None, version):
                 raise InvalidRequest(f"version is {version}, but the header of the file says {known}", param="version")
             catalog = catalog if version is None else _declared(catalog, version)
-            return replace(catalog, source=str(path) if upload is None else upload)
+            return replace(catalog, source=where if upload is None else upload)
 
         def offered() -> None:
             if upload is None:
