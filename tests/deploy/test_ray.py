@@ -268,7 +268,23 @@ def published(cluster: Cluster, path: Path | int, what: str = "publish") -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_catalog_is_published_to_all_replicas_or_to_none(deployed: Cluster, tmp_path: Path) -> None:
+@pytest.fixture
+def settled(deployed: Cluster, applications: list[dict[str, Any]]) -> Cluster:
+    """Whatever was updated before, all replicas are those of the first settings."""
+
+    def is_first() -> bool:
+        answers = [
+            deployed.call("POST", "/v1/recommend", {"prompt": "a", "n": 3}, {"x-session-id": str(user)})
+            for user in range(20)
+        ]
+        return all(answer.status == 200 and answer.json["items"][0]["id"].startswith("item-") for answer in answers)
+
+    deployed.apply(*applications)
+    wait_for(lambda: is_first() and len(deployed.replicas()) == 2, 120)
+    return deployed
+
+
+def test_a_catalog_is_published_to_all_replicas_or_to_none(settled: Cluster, tmp_path: Path) -> None:
     """Under load: once it is announced nobody answers from the version before. What one replica refuses, none has."""
     body = {"prompt": "watched a next", "n": 5}
     for number in (5, 6, 7):
@@ -278,26 +294,26 @@ def test_a_catalog_is_published_to_all_replicas_or_to_none(deployed: Cluster, tm
         file.write_text(file.read_text().replace('"item-', f'"of{number}-'))
         (file.parent / "items.catalog.json").write_text(json.dumps({"version": number}))
     files[6].write_text(files[6].read_text() + "{")
-    before = deployed.replicas()
-    with Load(deployed, "/v1/recommend", body).running(4) as load:
+    before = settled.replicas()
+    with Load(settled, "/v1/recommend", body).running(4) as load:
         wait_for(lambda: len(load.answers) > 20, 30)
-        assert published(deployed, files[5]) == 5
+        assert published(settled, files[5]) == 5
         announced = len(load.answers)
         wait_for(lambda: len(load.answers) > announced + 40, 30)
-        refused = published(deployed, files[6])
+        refused = published(settled, files[6])
         assert refused.startswith("catalog 'items' is not published, and nothing has changed: 2 of 2 replicas: ")
         assert "items.jsonl:61" in refused
-        assert "is at version 5: 5 is not newer" in published(deployed, files[5])
+        assert "is at version 5: 5 is not newer" in published(settled, files[5])
         failed = len(load.answers)
         wait_for(lambda: len(load.answers) > failed + 40, 30)
         one_replica = {"min_catalog_version": 6} | body
-        assert {deployed.call("POST", "/v1/recommend", one_replica).status for _ in range(10)} == {503}
-        assert published(deployed, files[7]) == 7
+        assert {settled.call("POST", "/v1/recommend", one_replica).status for _ in range(10)} == {503}
+        assert published(settled, files[7]) == 7
         again = len(load.answers)
         wait_for(lambda: len(load.answers) > again + 40, 30)
-        assert {deployed.call("POST", "/v1/recommend", one_replica).status for _ in range(10)} == {200}
+        assert {settled.call("POST", "/v1/recommend", one_replica).status for _ in range(10)} == {200}
     assert not load.broken and {answer.status for answer in load.answers} == {200}
-    assert deployed.replicas() == before, "none was replaced"
+    assert settled.replicas() == before, "none was replaced"
     versions = [answer.json["catalog"]["version"] for answer in load.answers]
     for answer, version in zip(load.answers, versions, strict=True):
         assert {item["id"].startswith(f"of{version}-") for item in answer.json["items"]} == {version != 1}
