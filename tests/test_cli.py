@@ -191,6 +191,8 @@ def test_catalogs_have_names() -> None:
     assert catalog_files(("x/a.parquet", "b=c=d.json", "x=y/a.json", "x/y=z.json", "T.index.json")) == {
         "a": "x/a.parquet", "b": "c=d.json", "x": "y/a.json", "y=z": "x/y=z.json", "T": "T.index.json",
     }  # fmt: skip
+    uris = ("s3://b/c/a.parquet", "s3://b/T.index.json?endpoint_override=h:1&scheme=http", "n=gs://b/a.pq")
+    assert catalog_files(uris) == {"a": uris[0], "T": uris[1], "n": "gs://b/a.pq"}
     assert catalog_files("a.json") == {"a": "a.json"} and catalog_files(None) == catalog_files(()) == {}
     for given, words in (
         (("a.json", "x/a.parquet"), "both be named 'a'"), ("=a", "NAME=FILE"), ("a=", "NAME=FILE"), ("", "NAME=FILE")

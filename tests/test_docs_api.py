@@ -209,12 +209,13 @@ def test_the_client_examples_run(service: Service, capsys: pytest.CaptureFixture
     for code in (text for language, _, text in BLOCK.findall(section(API, "Python client")) if language == "python"):
         exec(compile(code.replace("http://127.0.0.1:8000", service.url), "docs/api.md", "exec"), {})
         printed.append(capsys.readouterr().out.splitlines())
-    (answered, beams, chat, refused), (together,) = printed
+    (answered, beams, chat, refused), (together,), (session,) = printed
     assert answered.startswith("level [") and answered.count("'Title ") == 3
     assert len(json.loads(beams)) == 4
     assert [len(choice) for choice in ast.literal_eval(chat)] == [3, 3]
     assert refused == "unknown_catalog catalog 404"
     assert [len(items) for items in ast.literal_eval(together)] == [2, 2, 2]
+    assert re.fullmatch("[0-9a-f]{64} 3", session)
 
 
 # What docs/history.md shows

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
     from widebeam.engine.request import SearchParams
     from widebeam.history import anchored_history
+    from widebeam.sessions import session_key
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -25,6 +26,7 @@ _HOMES = {
     "EngineConfig": "widebeam.config",
     "SearchParams": "widebeam.engine.request",
     "anchored_history": "widebeam.history",
+    "session_key": "widebeam.sessions",
 }
 __all__ = [
     "AsyncClient",
@@ -35,6 +37,7 @@ __all__ = [
     "SearchParams",
     "__version__",
     "anchored_history",
+    "session_key",
 ]
 
 

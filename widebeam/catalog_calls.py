@@ -38,12 +38,14 @@ class CatalogCalls:
         remove: Sequence[int | str] = (),
         *,
         if_version: int | None = None,
+        version: int | None = None,
     ) -> CatalogInfo:
         """Add or replace whole items, with `item_id`, `sid` and metadata, and remove others by id: all or nothing.
 
-        `if_version`: only if the catalog is at that version, else `Conflict`. Never repeated, like all changes.
+        `if_version`: only if the catalog is at that version, else `Conflict`. `version`: the number that the new one
+        has on every server. Never repeated, like all changes.
         """
-        body = {"upsert": upsert, "remove": remove, "if_version": if_version}
+        body = {"upsert": upsert, "remove": remove, "if_version": if_version, "version": version}
         return await self._change("POST", f"{_catalog_path(name)}/items", encode(body))
 
     async def rollback(self, name: str, version: int, *, if_version: int | None = None) -> CatalogInfo:
@@ -59,13 +61,15 @@ class CatalogCalls:
         file: IO[bytes] | None = None,
         format: UploadFormat = "parquet",
         if_version: int | None = None,
+        version: int | None = None,
     ) -> CatalogInfo:
         """Load a catalog from a path below the server's catalog root, or from an open file, which is uploaded."""
         if (path is None) == (file is None):
             raise InvalidRequest("give either path or file", param="path")
         if file is None:
-            return await self._change("PUT", _catalog_path(name), encode({"path": path, "if_version": if_version}))
-        given = {"format": format, "if_version": if_version}
+            body = {"path": path, "if_version": if_version, "version": version}
+            return await self._change("PUT", _catalog_path(name), encode(body))
+        given = {"format": format, "if_version": if_version, "version": version}
         query = urlencode({key: value for key, value in given.items() if value is not None})
         return await self._change("PUT", f"{_catalog_path(name)}?{query}", file)
 

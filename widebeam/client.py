@@ -23,6 +23,7 @@ from widebeam.errors import InvalidRequest
 from widebeam.http.openai import ChatResponse, CompletionResponse
 from widebeam.http.protocol import MAX_TIMEOUT_MS, Health, ModelCard, ModelList, PrefillResponse, RecommendResponse
 from widebeam.policies import PolicySpec
+from widebeam.sessions import session_headers
 from widebeam.transport import Transport, encode
 
 P = ParamSpec("P")
@@ -38,9 +39,10 @@ class AsyncClient(CatalogCalls):
     one call in ten. Repeating is safe: a search changes nothing on the server, and what does is never repeated.
     Cancelling a call ends its search.
 
-    `api_key` is sent as a bearer token; None: the environment's WIDEBEAM_API_KEY, if it is set. `max_connections` is
-    how many calls run at once; more wait. Calls may come from many tasks of one event loop, and of the next one when
-    that is closed.
+    `session_id` of a call keeps a user's requests on one of several servers; make it by `session_key`, never send the
+    user's own id. `api_key` is sent as a bearer token; None: the environment's WIDEBEAM_API_KEY, if it is set.
+    `max_connections` is how many calls run at once; more wait. Calls may come from many tasks of one event loop, and of
+    the next one when that is closed.
 
     Calls raise `RequestError` subclasses that mirror the server's codes (`InvalidRequest`, `Overloaded`, ..),
     `DeadlineExceeded` when the timeout has passed, and `ServerUnreachable`.
@@ -80,6 +82,7 @@ class AsyncClient(CatalogCalls):
         beam_width: int | None = None,
         policy: PolicySpec | dict[str, Any] | None = None,
         catalog: str | None = None,
+        min_catalog_version: int | None = None,
         normalizer: Normalizer | None = None,
         length_penalty: float | None = None,
         fields: Sequence[str] = (),
@@ -89,12 +92,14 @@ class AsyncClient(CatalogCalls):
         cache_salt: str | None = None,
         priority: int | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
     ) -> RecommendResponse:
         """The n best items after a history of item ids (oldest first), or after a prompt in one of its other forms.
 
         `filters` says which items may come back; `fields` names metadata columns to return; `timeout` (seconds)
-        replaces the client's for this call.
+        replaces the client's for this call. With `min_catalog_version` a server whose catalog is older does not
+        answer: the call is repeated, and in the end raises `CatalogVersionNotReady`.
         """
         body = {
             "history": history,
@@ -105,6 +110,7 @@ class AsyncClient(CatalogCalls):
             "beam_width": beam_width,
             "policy": policy,
             "catalog": catalog,
+            "min_catalog_version": min_catalog_version,
             "normalizer": normalizer,
             "length_penalty": length_penalty,
             "fields": fields,
@@ -115,7 +121,7 @@ class AsyncClient(CatalogCalls):
             "priority": priority,
             "request_id": request_id,
         }
-        return await self._search("/v1/recommend", RecommendResponse, body, timeout)
+        return await self._search("/v1/recommend", RecommendResponse, body, timeout, session_id)
 
     async def prefill(
         self,
@@ -125,10 +131,12 @@ class AsyncClient(CatalogCalls):
         messages: Sequence[dict[str, Any]] | None = None,
         input_ids: Sequence[int] | None = None,
         catalog: str | None = None,
+        min_catalog_version: int | None = None,
         cache_salt: str | None = None,
         ttl_s: float | None = None,
         priority: int | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
     ) -> PrefillResponse:
         """Have the prompt of a `recommend` computed before it is sent: with the same history, catalog and salt.
@@ -141,12 +149,13 @@ class AsyncClient(CatalogCalls):
             "messages": messages,
             "input_ids": input_ids,
             "catalog": catalog,
+            "min_catalog_version": min_catalog_version,
             "cache_salt": cache_salt,
             "ttl_s": ttl_s,
             "priority": priority,
             "request_id": request_id,
         }
-        return await self._search("/v1/prefill", PrefillResponse, body, timeout)
+        return await self._search("/v1/prefill", PrefillResponse, body, timeout, session_id)
 
     async def generate(
         self,
@@ -154,6 +163,7 @@ class AsyncClient(CatalogCalls):
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
         **fields: Any,
     ) -> Any:
@@ -162,7 +172,7 @@ class AsyncClient(CatalogCalls):
         `fields` are further top-level keys of the body, such as `return_logprob` or `catalog`.
         """
         body = {"text": text, "input_ids": input_ids, "sampling_params": sampling_params, **fields}
-        return await self._search("/generate", Any, body, timeout)
+        return await self._search("/generate", Any, body, timeout, session_id)
 
     async def chat(
         self,
@@ -182,10 +192,12 @@ class AsyncClient(CatalogCalls):
         top_logprobs: int | None = None,
         policy: PolicySpec | dict[str, Any] | None = None,
         catalog: str | None = None,
+        min_catalog_version: int | None = None,
         normalizer: Normalizer | None = None,
         length_penalty: float | None = None,
         priority: int | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
         **fields: Any,
     ) -> ChatResponse:
@@ -209,13 +221,14 @@ class AsyncClient(CatalogCalls):
             "top_logprobs": top_logprobs,
             "policy": policy,
             "catalog": catalog,
+            "min_catalog_version": min_catalog_version,
             "normalizer": normalizer,
             "length_penalty": length_penalty,
             "priority": priority,
             "rid": request_id,
             **fields,
         }
-        return await self._search("/v1/chat/completions", ChatResponse, body, timeout)
+        return await self._search("/v1/chat/completions", ChatResponse, body, timeout, session_id)
 
     async def completions(
         self,
@@ -226,6 +239,7 @@ class AsyncClient(CatalogCalls):
         max_tokens: int | None = None,
         logprobs: int | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
         **fields: Any,
     ) -> CompletionResponse:
@@ -242,12 +256,17 @@ class AsyncClient(CatalogCalls):
             "rid": request_id,
             **fields,
         }
-        return await self._search("/v1/completions", CompletionResponse, body, timeout)
+        return await self._search("/v1/completions", CompletionResponse, body, timeout, session_id)
 
-    async def abort(self, rid: str) -> int:
-        """End the searches of a request id; their callers get an `Aborted` error. Returns how many were ended."""
-        body = encode({"rid": rid})
-        answer = await self._transport.call("POST", "/abort_request", dict[str, int], lambda _: body, self._timeout_s)
+    async def abort(self, rid: str, *, session_id: str | None = None) -> int:
+        """End the searches of a request id; their callers get an `Aborted` error. Returns how many were ended.
+
+        Of several servers the one is asked to which `session_id` leads: give that of the request.
+        """
+        body, headers = encode({"rid": rid}), session_headers(session_id)
+        answer = await self._transport.call(
+            "POST", "/abort_request", dict[str, int], lambda _: body, self._timeout_s, headers=headers
+        )
         return int(answer["aborted"])
 
     async def models(self) -> list[ModelCard]:
@@ -260,7 +279,9 @@ class AsyncClient(CatalogCalls):
         _, _, content = await self._transport.exchange("GET", "/health", None, self._timeout_s)
         return self._transport.decode(content, Health)
 
-    async def _search(self, path: str, kind: Any, body: dict[str, Any], timeout_s: float | None) -> Any:
+    async def _search(
+        self, path: str, kind: Any, body: dict[str, Any], timeout_s: float | None, session_id: str | None
+    ) -> Any:
         """A call whose server is told, at each try, what remains of the timeout."""
         if body.get("stream"):
             raise InvalidRequest("this client takes whole answers", code="unsupported_field", param="stream")
@@ -270,7 +291,8 @@ class AsyncClient(CatalogCalls):
             return encode(body | {"timeout_ms": min(longest_ms, max(1, int(remaining_s * 1000)))})
 
         within_s = self._timeout_s if timeout_s is None else timeout_s
-        return await self._transport.call("POST", path, kind, timed, within_s)
+        headers = session_headers(session_id)
+        return await self._transport.call("POST", path, kind, timed, within_s, headers=headers)
 
 
 def _close(loop: LoopThread, client: AsyncClient) -> None:

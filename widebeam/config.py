@@ -26,8 +26,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face model; resolved once for all files."""
     catalog: str | tuple[str, ...] | None = None
-    """Catalog file, or several: parquet, JSONL, MiniOneRec index.json or packed sid2pid JSON. Requests choose one by
-    its name: the file's without its ending, or NAME if this says NAME=FILE. Without any, every token is legal."""
+    """Catalog file, or URI of one in object storage, or several: parquet, JSONL, MiniOneRec index.json or packed
+    sid2pid JSON. Requests choose one by its name: the file's without its ending, or NAME if this says NAME=FILE.
+    Without any, every token is legal."""
     catalog_memory_gib: Annotated[float, Meta(ge=0, le=MAX_GIB)] = 1.0
     """Memory on the device for the prefix trees of all catalogs, 20 bytes a node; a new version lies beside the one
     before. `widebeam catalog inspect` says what one takes."""
@@ -124,8 +125,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time within which an uploaded file must have arrived."""
     keepalive_timeout_s: Annotated[float, Meta(gt=0)] = 75.0
     """Time after which an idle connection, or one with half a header, is closed."""
+    drain_delay_s: Annotated[float, Meta(ge=0)] = 0.0
+    """After SIGTERM, time for which new requests are still accepted, while /ready is 503 already: until whoever spreads
+    requests has noticed."""
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
-    """After SIGTERM, time that requests in flight get to finish."""
+    """After that, time that requests in flight get to finish."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of a log line that is printed."""
     log_format: Literal["text", "json"] = "text"

@@ -16,6 +16,7 @@ WideBeamError
 |   |-- EngineError        500   the search failed
 |   |-- OutOfMemory        503   the wave failed, the server goes on
 |   |-- NotReady           503   starting
+|   |-- CatalogVersionNotReady   503   the catalog is older here than the request wants it
 |   |-- Draining           503   stopping
 |   |-- EngineDead         503   the GPU thread is gone
 |   `-- DeadlineExceeded   504
@@ -24,6 +25,7 @@ WideBeamError
     |-- ConfigError
     |-- CheckpointError
     `-- CatalogError
+        `-- CatalogUnreachable   another time it may be there
 """
 
 from __future__ import annotations
@@ -116,6 +118,10 @@ class NotReady(RequestError):
     status, code, retryable = 503, "not_ready", True
 
 
+class CatalogVersionNotReady(RequestError):
+    status, code, retryable = 503, "catalog_version_not_ready", True
+
+
 class Draining(RequestError):
     status, code, retryable = 503, "draining", True
 
@@ -154,3 +160,7 @@ class CatalogError(StartupError):
     def __init__(self, message: str, problems: list[str] | None = None) -> None:
         super().__init__(message)
         self.problems = problems or [message]
+
+
+class CatalogUnreachable(CatalogError):
+    """An object store did not give a catalog, or not in one piece; another time it may."""

@@ -46,7 +46,15 @@ class Transport:
             self._session = None
 
     async def call(
-        self, method: str, path: str, kind: Any, body: Body, within_s: float, *, repeatable: bool = True
+        self,
+        method: str,
+        path: str,
+        kind: Any,
+        body: Body,
+        within_s: float,
+        *,
+        headers: Mapping[str, str] | None = None,
+        repeatable: bool = True,
     ) -> Any:
         """The answer to a call, after as many tries as it takes; after one if it may not be repeated."""
         deadline = time.monotonic() + within_s
@@ -55,10 +63,10 @@ class Transport:
         while True:
             remaining_s = deadline - time.monotonic()
             try:
-                status, headers, content = await self.exchange(method, path, body(remaining_s), remaining_s)
+                status, told, content = await self.exchange(method, path, body(remaining_s), remaining_s, headers)
                 if status == 200:
                     return self.decode(content, kind)
-                raise error_of(status, headers, content)
+                raise error_of(status, told, content)
             except (RequestError, ServerUnreachable) as error:
                 pause = pause_s(error, attempt)
                 may = (
@@ -73,17 +81,17 @@ class Transport:
             attempt += 1
 
     async def exchange(
-        self, method: str, path: str, data: Data, within_s: float
+        self, method: str, path: str, data: Data, within_s: float, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Mapping[str, str], bytes]:
         """One try: status, headers and content of a whole answer."""
         media = "application/json" if isinstance(data, bytes) else "application/octet-stream"
-        headers = None if data is None else {"Content-Type": media}
+        sent = {**(headers or {}), **({} if data is None else {"Content-Type": media})}
         url = self._base_url + path
         begun = False
         try:
             async with (
                 asyncio.timeout(within_s),
-                self._connections().request(method, url, data=data, headers=headers, allow_redirects=False) as response,
+                self._connections().request(method, url, data=data, headers=sent, allow_redirects=False) as response,
             ):
                 begun = True
                 return response.status, response.headers, await response.read()

@@ -101,8 +101,9 @@ def test_the_pods_settings_are_settings(tmp_path: Path) -> None:
     for path in (config.engine.model, config.engine.catalog, config.server.api_key_file):
         assert isinstance(path, str) and any(path == mount or path.startswith(mount + "/") for mount in mounts), path
     assert config.server.host == "0.0.0.0" and config.server.port == container["ports"][0]["containerPort"]
-    asleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod()["terminationGracePeriodSeconds"] > asleep + config.server.drain_timeout_s
+    server, probe = config.server, container["readinessProbe"]
+    assert server.drain_delay_s > probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
+    assert pod()["terminationGracePeriodSeconds"] > server.drain_delay_s + server.drain_timeout_s
 
 
 def test_the_variables_of_a_service_stay_out_of_the_pod(tmp_path: Path) -> None:
@@ -140,4 +141,5 @@ def test_the_compose_file_suits_the_proxy_and_the_drain() -> None:
     assert servers == set(services) - {"haproxy"}
     for name in servers:
         flags = dict(flag.split("=") for flag in services[name]["command"][1:])
-        assert float(services[name]["stop_grace_period"].rstrip("s")) > float(flags["--drain-timeout-s"])
+        longest = float(flags["--drain-delay-s"]) + float(flags["--drain-timeout-s"])
+        assert float(services[name]["stop_grace_period"].rstrip("s")) > longest

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,3 +233,113 @@ def test_an_update_that_cannot_start_leaves_the_others_at_work(
         deployed.apply(whole, *rest)
         wait_for(lambda: len(deployed.replicas()) == 2, 120)
     assert not load.broken and {answer.status for answer in load.answers} == {200}
+
+
+PUBLISH = """
+import json, sys
+import ray
+from ray import serve
+from widebeam.deploy.publishing import publish_catalog
+from widebeam.errors import CatalogError
+
+address, what, path = sys.argv[1:]
+ray.init(address=address, namespace="serve", log_to_driver=False)
+handle = serve.get_app_handle("whole")
+try:
+    if what == "publish":
+        print(json.dumps(publish_catalog(handle, path, "items")))
+    elif what == "load on one":
+        print(json.dumps(handle.load_catalog.remote(path, "items").result()))
+    else:
+        found = handle.broadcast("commit_catalog", "items", int(path)).results(return_exceptions=True)
+        print(json.dumps([str(one) for one in found]))
+except CatalogError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def published(cluster: Cluster, path: Path | int, what: str = "publish") -> Any:
+    """What a process of its own gets from publish_catalog: a version, or why there is none."""
+    command = [sys.executable, "-c", PUBLISH, cluster.address, what, str(path)]
+    done = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, timeout=120, check=False, cwd=cluster.folder
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def settled(deployed: Cluster, applications: list[dict[str, Any]]) -> Cluster:
+    """Whatever was updated before, all replicas are those of the first settings."""
+
+    def is_first() -> bool:
+        answers = [
+            deployed.call("POST", "/v1/recommend", {"prompt": "a", "n": 3}, {"x-session-id": str(user)})
+            for user in range(20)
+        ]
+        return all(answer.status == 200 and answer.json["items"][0]["id"].startswith("item-") for answer in answers)
+
+    deployed.apply(*applications)
+    wait_for(lambda: is_first() and len(deployed.replicas()) == 2, 120)
+    return deployed
+
+
+def test_a_catalog_is_published_to_all_replicas_or_to_none(settled: Cluster, tmp_path: Path) -> None:
+    """Under load: once it is announced nobody answers from the version before. What one replica refuses, none has."""
+    body = {"prompt": "watched a next", "n": 5}
+    for number in (5, 6, 7):
+        (tmp_path / str(number)).mkdir()
+    files = {number: tiny.save_catalog(tmp_path / f"{number}" / "items.jsonl", seed=number) for number in (5, 6, 7)}
+    for number, file in files.items():
+        file.write_text(file.read_text().replace('"item-', f'"of{number}-'))
+        (file.parent / "items.catalog.json").write_text(json.dumps({"version": number}))
+    files[6].write_text(files[6].read_text() + "{")
+    before = settled.replicas()
+    with Load(settled, "/v1/recommend", body).running(4) as load:
+        wait_for(lambda: len(load.answers) > 20, 30)
+        assert published(settled, files[5]) == 5
+        announced = len(load.answers)
+        wait_for(lambda: len(load.answers) > announced + 40, 30)
+        refused = published(settled, files[6])
+        assert refused.startswith("catalog 'items' is not published, and nothing has changed: 2 of 2 replicas: ")
+        assert "items.jsonl:61" in refused
+        assert "is at version 5: 5 is not newer" in published(settled, files[5])
+        failed = len(load.answers)
+        wait_for(lambda: len(load.answers) > failed + 40, 30)
+        one_replica = {"min_catalog_version": 6} | body
+        assert {settled.call("POST", "/v1/recommend", one_replica).status for _ in range(10)} == {503}
+        assert published(settled, files[7]) == 7
+        again = len(load.answers)
+        wait_for(lambda: len(load.answers) > again + 40, 30)
+        assert {settled.call("POST", "/v1/recommend", one_replica).status for _ in range(10)} == {200}
+    assert not load.broken and {answer.status for answer in load.answers} == {200}
+    assert settled.replicas() == before, "none was replaced"
+    versions = [answer.json["catalog"]["version"] for answer in load.answers]
+    for answer, version in zip(load.answers, versions, strict=True):
+        assert {item["id"].startswith(f"of{version}-") for item in answer.json["items"]} == {version != 1}
+    assert versions[0] == 1
+    assert set(versions[announced + 4 : again]) <= {5, 7} and 7 not in versions[:failed]
+    assert set(versions[again + 4 :]) == {7}, "four were under way"
+
+
+def test_what_one_replica_refuses_none_has(deployed: Cluster, tmp_path: Path) -> None:
+    """One is ahead of the others, which is set right by a version that is newer than all."""
+    files = {}
+    for number in range(20, 24):
+        files[number] = tiny.save_catalog(tmp_path / "items.jsonl").rename(tmp_path / f"{number}.jsonl")
+        (tmp_path / f"{number}.catalog.json").write_text(json.dumps({"version": number}))
+
+    def versions() -> set[int]:
+        answers = [
+            deployed.call("POST", "/v1/recommend", {"input_ids": [7]}, {"x-session-id": str(user)})
+            for user in range(20)
+        ]
+        return {answer.json["catalog"]["version"] for answer in answers}
+
+    assert published(deployed, files[20]) == 20 and versions() == {20}
+    assert published(deployed, files[22], "load on one") == 22 and versions() == {20, 22}
+    refused = published(deployed, files[21])
+    assert "nothing has changed: 1 of 2 replicas: " in refused and "21 is not newer" in refused
+    assert versions() == {20, 22}
+    assert all("21 of catalog 'items' is not staged" in error for error in published(deployed, 21, "commit"))
+    assert published(deployed, files[23]) == 23 and versions() == {23}

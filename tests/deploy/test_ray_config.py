@@ -50,6 +50,7 @@ def test_a_replica_without_a_gpu_takes_none(num_gpus: int, said: str, device: st
         (MODEL | {"replica": {"replicas": 0}}, "replica.replicas"),
         (MODEL | {"server": {"port": 80}}, "server.port"),
         (MODEL | {"server": {"host": "::"}}, "server.host"),
+        (MODEL | {"server": {"drain_delay_s": 1}}, "server.drain_delay_s"),
         (MODEL | {"replica": {"replicas": 3, "max_replicas": 2}}, "max_replicas 2"),
         (MODEL | {"replica": {"target_rows": 5}}, "target_rows"),
     ],

@@ -213,6 +213,61 @@ def test_a_change_is_completed_when_its_client_goes_away(subject: Subject) -> No
     assert subject.everything()[1].keys() == subject.rows.keys() | {"new"}
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/recommend": {"input_ids": [7, 11], "n": 2},
+    "/generate": {"input_ids": [[7, 11], [7]], "sampling_params": {"n": 2}},
+    "/v1/chat/completions": {"input_ids": [7, 11], "n": 2},
+    "/v1/completions": {"prompt": [7, 11], "n": 2},
+}
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_an_older_version_than_the_request_wants_is_no_answer(subject: Subject, route: str) -> None:
+    """Before the version comes, while it is there, when it is passed, and once it was taken back."""
+
+    def ask(version: Any, **fields: Any) -> Answer:
+        body = ASKED[route] | {"catalog": subject.name, "min_catalog_version": version} | fields
+        return subject.service.post(route, body)
+
+    def refused(version: int, present: int) -> None:
+        answer = ask(version)
+        error = answer.json["error"]
+        assert code(answer) == (503, "catalog_version_not_ready") and error["param"] == "min_catalog_version"
+        assert f"at version {present} here, not yet at {version}" in error["message"]
+        assert answer.headers["retry-after"] == "1" and "x-catalog-version" not in answer.headers
+
+    refused(2, present=1)
+    subject.change([ROW])
+    assert [ask(version).headers["x-catalog-version"] for version in (None, 0, 1, 2)] == ["2"] * 4
+    refused(3, present=2)
+    subject.roll_back(1)
+    refused(2, present=1)
+    assert ask(1).headers["x-catalog-version"] == "1"
+    for wrong in (-1, 2**53 + 1, "2", 1.5):
+        assert ask(wrong).status == 400
+    for other, status in (("nothing", 404), ("none", 400)):
+        assert ask(1, catalog=other).status == status
+
+
+def test_the_client_waits_for_a_version(subject: Subject) -> None:
+    """It is told to come again, and does."""
+    with Client(subject.service.url) as client, ThreadPoolExecutor() as pool:
+        with pytest.raises(errors.CatalogVersionNotReady) as not_ready:
+            client.recommend(input_ids=[7], catalog=subject.name, min_catalog_version=2, timeout=0.5)
+        assert not_ready.value.retry_after_s == 1.0 and not_ready.value.retryable
+        refused = 'widebeam_requests_total{outcome="catalog_version_not_ready",route="/v1/recommend"}'
+        before = counted(subject, refused)
+        asked = pool.submit(client.recommend, input_ids=[7], catalog=subject.name, min_catalog_version=2)
+        wait_until(lambda: counted(subject, refused) > before)
+        subject.change([ROW])
+        assert asked.result().catalog.version == 2
+
+
+def counted(subject: Subject, name: str) -> float:
+    lines = subject.service.get("/metrics").content.decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
 WRONG_ROWS: list[tuple[Any, str, str]] = [
     ({"sid": ROW["sid"]}, "invalid_item", "upsert[1]"),
     ({"item_id": 1.5, "sid": ROW["sid"]}, "invalid_item", "upsert[1]"),

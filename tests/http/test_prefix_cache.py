@@ -234,6 +234,8 @@ def test_a_prefilled_prompt_is_the_one_that_comes(
         "warnings": found["warnings"],
     }
     assert again["cached_tokens"] == told(found) == cacheable
+    late = service.post(PREFILL, {**form, "min_catalog_version": 2})
+    assert (late.status, late.json["error"]["code"]) == (503, "catalog_version_not_ready")
     assert len(found["items"]) == 3 and len(found["warnings"]) == (2 if "item-999" in form.get("history", []) else 0)
 
 

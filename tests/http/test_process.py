@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,6 +112,30 @@ def test_a_second_signal_stops_at_once(start: Callable[..., Process]) -> None:
         assert server.popen.wait(30) == 128 + signal.SIGINT
     statuses = [answer.status for answer in answers if answer is not None]
     assert len(statuses) == 20 and set(statuses) <= {200, 503} and statuses.count(503) >= 10
+
+
+def test_while_others_notice_that_it_goes_work_is_accepted(start: Callable[..., Process]) -> None:
+    """On connections that are there and on new ones, each of which ends behind its answer; until the second signal."""
+    server = start("--port", "0", "--drain-delay-s", "600").ready()
+    with closing(http.client.HTTPConnection(*server.address, timeout=60)) as kept:
+        for expected in ("", "close"):
+            kept.request("POST", "/v1/recommend", json.dumps(GOOD))
+            answer = kept.getresponse()
+            assert (answer.status, answer.getheader("connection", "")) == (200, expected)
+            assert len(json.loads(answer.read())["items"]) == 2
+            if not expected:
+                server.popen.send_signal(signal.SIGTERM)
+                wait_until(lambda: is_draining(server))
+    ready, alive, asked = (
+        server.call("GET", "/ready"),
+        server.call("GET", "/health"),
+        server.post("/v1/recommend", GOOD),
+    )
+    assert ready is not None and alive is not None and asked is not None
+    assert (ready.status, alive.status, asked.status) == (503, 200, 200)
+    assert {one.headers["connection"] for one in (ready, alive, asked)} == {"close"}
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.popen.wait(30) == 128 + signal.SIGTERM
 
 
 HANGING = """

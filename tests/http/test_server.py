@@ -48,6 +48,18 @@ def test_drain_answers_what_is_in_flight_and_refuses_the_rest(checkpoint: Path, 
         assert drained.result(10) is True
 
 
+def test_a_drain_may_be_told_before_work_is_refused(checkpoint: Path, catalog_file: Path) -> None:
+    with running_service(checkpoint, catalog_file, drain_delay_s=0.2) as service, ThreadPoolExecutor(2) as pool:
+        with service.held():
+            accepted = pool.submit(service.post, "/v1/recommend", GOOD)
+            wait_until(lambda: service.engine.stats().requests_in_flight == 1)
+            drained = pool.submit(lambda: service.thread.run(service.server.drain()))
+            wait_until(lambda: service.get("/ready").status == 503)
+            wait_until(lambda: service.post("/generate", {}).json["error"]["code"] == "draining")
+            assert service.engine.state == "draining" and not drained.done()
+        assert accepted.result(10).status == 200 and drained.result(10) is True
+
+
 def test_a_drain_that_takes_too_long_answers_503(checkpoint: Path, catalog_file: Path) -> None:
     with (
         running_service(checkpoint, catalog_file, drain_timeout_s=0.05) as service,

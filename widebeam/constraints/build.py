@@ -164,7 +164,7 @@ def _header_to_keep(folder: Path, overwrite: bool) -> dict[str, Any]:
         msgspec.convert(header, Header)
     except (msgspec.DecodeError, OSError) as error:
         raise ConfigError(f"{folder / HEADER}, of which all but the levels is kept, is wrong: {error}") from None
-    return {name: value for name, value in header.items() if name not in ("sid", "levels")}
+    return {name: value for name, value in header.items() if name not in ("version", "sid", "levels")}
 
 
 def _sample(embeddings: Embeddings, options: Build) -> np.ndarray:

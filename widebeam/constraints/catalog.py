@@ -21,6 +21,7 @@ from widebeam.constraints.header import Header, HeaderMismatch, SidForm, base_na
 from widebeam.constraints.index import CatalogIndex, sort_order
 from widebeam.constraints.item_ids import ItemIds
 from widebeam.constraints.markers import Markers, without_markers
+from widebeam.constraints.object_store import file_name
 from widebeam.constraints.rows import Metadata, Problems, Rows
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import NO_CATALOG
@@ -232,7 +233,7 @@ def catalog_files(given: str | Sequence[str] | None) -> dict[str, str]:
     for text in [given] if isinstance(given, str) else given or ():
         name, equals, file = text.partition("=")
         if not equals or "/" in name:
-            name, file = base_name(Path(text)), text
+            name, file = base_name(Path(file_name(text))), text
         if not name or not file:
             raise ConfigError(f"--catalog {text!r} must be FILE or NAME=FILE")
         if name in files:

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from widebeam.constraints.catalog import Catalog, hint
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import InvalidRequest, NotFound
+from widebeam.errors import CatalogVersionNotReady, Conflict, InvalidRequest, NotFound
+
+_LOOK_AGAIN_S = 1.0
+"""When a version that others have may be here too."""
 
 
 class Catalogs:
@@ -19,11 +22,33 @@ class Catalogs:
         self._earlier: dict[str, dict[int, Catalog]] = {}
         """By version number, those that were current last behind the others."""
         self._numbers: Counter[str] = Counter()
+        """The highest that each name has had."""
+        self._declared: set[str] = set()
+        """Names whose versions their publisher numbers."""
+
+    def check_number(self, name: str, declared: int | None) -> None:
+        """Raise Conflict unless the next version of a name can have this number, or without one be counted here.
+
+        A number is given once, so that it never stands for two contents. Where one has been declared, all are: a number
+        that this server counts could be the publisher's next, for something else.
+        """
+        highest = self._numbers[name]
+        if declared is None and name in self._declared:
+            raise Conflict(
+                f"the versions of catalog {name!r} are declared, the last one as {highest}: declare the next one too",
+                code="version_required",
+                param="version",
+            )
+        if declared is not None and declared <= highest:
+            current = self._current[name].version
+            at = f"is at version {current}" + (f" and has been at {highest}" if current != highest else "")
+            raise Conflict(f"catalog {name!r} {at}: {declared} is not newer", code="version_not_newer", param="version")
 
     def next_version(self, catalog: Catalog) -> Catalog:
-        """The catalog with the next version number of its name; a number is given once."""
-        self._numbers[catalog.name] += 1
-        return replace(catalog, version=self._numbers[catalog.name])
+        """The catalog under the number that its header declares, else under the next of its name. Raises Conflict."""
+        declared = catalog.header.version
+        self.check_number(catalog.name, declared)
+        return replace(catalog, version=self._numbers[catalog.name] + 1 if declared is None else declared)
 
     def add(self, catalog: Catalog) -> None:
         """Offer a catalog under its name, in place of another version, which is kept for a while."""
@@ -36,6 +61,9 @@ class Catalogs:
         for version in list(earlier)[: max(0, len(earlier) - self._most)]:
             del earlier[version]
         self._current[catalog.name] = catalog
+        self._numbers[catalog.name] = max(self._numbers[catalog.name], catalog.version)
+        if catalog.header.version is not None:
+            self._declared.add(catalog.name)
 
     def earlier(self, name: str) -> list[Catalog]:
         """Versions that the catalog can go back to, newest number first. They are not to be searched."""
@@ -56,12 +84,26 @@ class Catalogs:
     def names(self) -> list[str]:
         return sorted(self._current)
 
-    def get(self, name: str | None) -> Catalog | None:
+    def get(self, name: str | None, min_version: int | None = None) -> Catalog | None:
         """The catalog that a request names. None asks for the only one, if there is one; "none" for no constraint.
 
-        Raises NotFound (`unknown_catalog`), or InvalidRequest (`ambiguous_catalog`) when none is named and there are
-        several.
+        Raises NotFound (`unknown_catalog`), InvalidRequest (`ambiguous_catalog`) when none is named and there are
+        several or where `min_version` has no catalog, and CatalogVersionNotReady where the current one is older.
         """
+        catalog = self._named(name)
+        if min_version is None:
+            return catalog
+        if catalog is None:
+            raise InvalidRequest("min_catalog_version needs a catalog", param="min_catalog_version")
+        if catalog.version < min_version:
+            raise CatalogVersionNotReady(
+                f"catalog {catalog.name!r} is at version {catalog.version} here, not yet at {min_version}",
+                param="min_catalog_version",
+                retry_after_s=_LOOK_AGAIN_S,
+            )
+        return catalog
+
+    def _named(self, name: str | None) -> Catalog | None:
         if name == NO_CATALOG or (name is None and not self._current):
             return None
         known = ", ".join(self.names()) or "none"

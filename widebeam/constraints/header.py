@@ -10,11 +10,14 @@ from msgspec import Meta
 
 from widebeam.constraints.filter_spec import MAX_PREDICATES, FilterName, Predicates
 from widebeam.constraints.template import HistoryTemplate
+from widebeam.engine.request import MAX_VERSION
 from widebeam.errors import CatalogError
 
 SidForm = Literal["codes", "token_ids", "tokens"]
 Marker = Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A token, by its string or its id."""
+DeclaredVersion = Annotated[int, Meta(ge=1, le=MAX_VERSION)]
+"""What its publisher calls a version: the same number is the same content on every server."""
 MAX_DEPTH = 32
 """Levels that a SID may have."""
 MAX_NAME_LENGTH = 256
@@ -61,6 +64,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `catalog.json`. Every field may be left out."""
 
+    version: DeclaredVersion | None = None
+    """Number of this version of the catalog. None: each server counts its own."""
     sid: SidForm | None = None
     """What the `sid` column holds. None: strings are tokens, integers are codes with `levels` and token ids without."""
     levels: Annotated[tuple[Level, ...], Meta(min_length=1, max_length=MAX_DEPTH)] | None = None

@@ -74,6 +74,8 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     header: str | None
     """Where the header was found."""
+    version: int | None
+    """As the header declares it."""
     sid: SidForm
     sid_declared: bool
     """By the header; otherwise detected."""
@@ -112,9 +114,10 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
         known = "; ".join(["", *around, *([] if self.resolved else ["not looked up in a tokenizer"])])
         if self.max_items_per_sid is not None:
             order += f", of which at most {self.max_items_per_sid:,} are returned"
+        declared = "" if self.version is None else f"; version {self.version}"
         loaded = "" if self.load_s is None else f"; loaded in {self.load_s:.2f} s"
         lines = [
-            ("catalog", f"{self.name} ({self.format}; header: {self.header or 'none'})"),
+            ("catalog", f"{self.name} ({self.format}; header: {self.header or 'none'}){declared}"),
             ("sids", f"{self.sid} ({'declared' if self.sid_declared else 'detected'}){known}"),
             ("items", f"{self.items:,} under {self.sids:,} SIDs"),
             ("shared", self.collisions.text()),
@@ -154,6 +157,7 @@ def inspect(catalog: Catalog, *, load_s: float | None = None) -> CatalogReport:
         name=catalog.name,
         format=catalog.format,
         header=catalog.header_place,
+        version=catalog.header.version,
         sid=catalog.sid_form,
         sid_declared=catalog.header.sid is not None,
         begin=catalog.header.begin,

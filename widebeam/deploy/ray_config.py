@@ -14,7 +14,13 @@ from widebeam.errors import ConfigError
 ROWS = "widebeam_rows_in_flight"
 """The number by which deployments are scaled, as replicas report it."""
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_PROXY_LISTENS = ("host", "port")
+_PROXY_LISTENS = "Ray's proxy listens, say it in the http_options of the Serve config"
+_OF_RAY = {
+    "host": _PROXY_LISTENS,
+    "port": _PROXY_LISTENS,
+    "drain_delay_s": "Ray stops a replica when it sends it nothing any more",
+}
+"""Settings of the server that have no place here, and why."""
 _LAST_STEPS_S = 10.0  # of a replica's end, behind the requests: to stop the engine and close connections
 
 
@@ -54,9 +60,9 @@ class RayConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def read_config(args: dict[str, Any]) -> RayConfig:
     """The settings from the `args` of an application. Raises ConfigError."""
     server = args.get("server")
-    for name in _PROXY_LISTENS:
+    for name, reason in _OF_RAY.items():
         if isinstance(server, dict) and name in server:
-            raise ConfigError(f"server.{name}: Ray's proxy listens, say it in the http_options of the Serve config")
+            raise ConfigError(f"server.{name}: {reason}")
     config: RayConfig = convert(args, RayConfig)
     replica = config.replica
     if replica.max_replicas is not None and replica.max_replicas < replica.replicas:

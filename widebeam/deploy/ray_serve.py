@@ -45,7 +45,8 @@ _CONNECT_TIMEOUT_S = 5.0
 class WideBeam:
     """A replica. Ray Serve calls all of it on one event loop, on which engine and server live too.
 
-    `load_catalog`, `abort` and `flush_prefixes` are for `handle.broadcast`, which calls them on every replica.
+    What is not `__call__` or asked by Ray is for `handle.broadcast`, which calls it on every replica, and catalogs for
+    `publishing.publish_catalog`.
     """
 
     async def __init__(self, config: RayConfig) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -103,6 +104,18 @@ class WideBeam:
         """
         return (await self._engine.load_catalog(path, name)).version
 
+    async def stage_catalog(self, path: str, name: str, version: int | None) -> int:
+        """Do all that loading a catalog file takes, but offer it; its version. Raises CatalogError, Conflict."""
+        return (await self._engine.staged.stage(path, name, version)).version
+
+    async def commit_catalog(self, name: str, version: int) -> int:
+        """Offer what is staged. Raises Conflict."""
+        return (await self._engine.staged.commit(name, version)).version
+
+    async def discard_catalog(self, name: str) -> None:
+        """Let go of what is staged."""
+        self._engine.staged.discard(name)
+
     async def abort(self, request_id: str | None) -> int:
         """End the searches of an id, or all; how many there were here."""
         return self._engine.abort(request_id)
@@ -135,8 +148,8 @@ async def _parts(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 def _refused_change(request: Request) -> Response:
     """The answer to a change of catalogs, which would reach one replica and be gone with it."""
     refusal = Conflict(
-        "behind Ray Serve a request reaches one replica of several: change catalogs by their files, with "
-        "watch_catalogs or by a new configuration, or with load_catalog on all replicas",
+        "behind Ray Serve a request reaches one replica of several: change catalogs by publish_catalog, by files "
+        "that all watch (watch_catalogs), or by a new configuration",
         code="one_of_several_replicas",
     )
     info = ErrorInfo(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from widebeam.constraints import object_store
 from widebeam.constraints.header import base_name
-from widebeam.errors import InvalidRequest, RequestError, WideBeamError
+from widebeam.errors import CatalogUnreachable, InvalidRequest, RequestError, WideBeamError
 
 if TYPE_CHECKING:
     from widebeam.engine.live_catalogs import LiveCatalogs
@@ -21,8 +24,13 @@ Fingerprint = tuple[tuple[int, int, int] | None, ...]
 
 def fingerprint(path: Path) -> Fingerprint:
     """How a catalog file looks now, with its header and the metadata beside it. Blocks."""
-    beside = (f"{base_name(path)}.catalog.json", "catalog.json", f"{base_name(path)}.item.json")
-    return tuple(_look(one) for one in (path, *(path.with_name(name) for name in beside)))
+    return tuple(_look(one) for one in (path, *(path.with_name(name) for name in _beside(path.name))))
+
+
+def _beside(name: str) -> list[str]:
+    """Names of what may be read with a catalog file of this name."""
+    base = base_name(Path(name))
+    return [f"{base}.catalog.json", "catalog.json", f"{base}.item.json"]
 
 
 def _look(path: Path) -> tuple[int, int, int] | None:
@@ -38,9 +46,33 @@ class CatalogFile:
     """A file as it was named: where that leads to may be another one each time."""
 
     given: str
-    """Path, relative to `below` if there is one."""
+    """Path, relative to `below` if there is one; without, it may be a URI of an object store."""
     below: str | None = None
     """Folder that the file must lie in, wherever links lead; None: it may lie anywhere."""
+
+    @property
+    def name(self) -> str:
+        """What a catalog of this file is called."""
+        return base_name(Path(object_store.file_name(self.given)))
+
+    @property
+    def _is_remote(self) -> bool:
+        return self.below is None and object_store.is_uri(self.given)
+
+    @contextmanager
+    def here(self) -> Iterator[tuple[Path, Fingerprint]]:
+        """Where it can be read within the `with` block, and how it looked before. Blocks. Raises CatalogError for an
+        object that cannot be had, and as `find`."""
+        if self._is_remote:
+            with object_store.fetched(self.given, self._names_beside) as (path, seen):
+                yield path, seen
+        else:
+            path = self.find()
+            yield path, fingerprint(path)
+
+    @property
+    def _names_beside(self) -> list[str]:
+        return _beside(object_store.file_name(self.given))
 
     def find(self) -> Path:
         """Where it lies now. Raises InvalidRequest (`invalid_path`), with the same words for all that is not a file
@@ -62,7 +94,10 @@ class CatalogFile:
         return file
 
     def look(self) -> Fingerprint:
-        """How what it leads to looks now; empty where it leads to none. Blocks."""
+        """How what it leads to looks now; empty where it leads to none. Blocks. Raises CatalogUnreachable if an
+        object store does not tell."""
+        if self._is_remote:
+            return object_store.look(self.given, self._names_beside)
         try:
             return fingerprint(self.find())
         except InvalidRequest:
@@ -75,10 +110,18 @@ async def watch(catalogs: LiveCatalogs, interval_s: float) -> None:
     can help, the next look does."""
     refused: dict[str, Fingerprint] = {}
     before: dict[str, Fingerprint] = {}
+    unseen: set[str] = set()
     while True:
         await asyncio.sleep(interval_s)
         for name, (file, loaded) in list(catalogs.files.items()):
-            now = await asyncio.to_thread(file.look)
+            try:
+                now = await asyncio.to_thread(file.look)
+                unseen.discard(name)
+            except CatalogUnreachable as error:
+                if name not in unseen:
+                    log.error("nobody can tell whether catalog %r has changed: %s", name, error)
+                unseen.add(name)
+                continue
             settled, before[name] = before.get(name) == now, now
             if not settled or now in (loaded, refused.get(name)):
                 continue
@@ -86,7 +129,7 @@ async def watch(catalogs: LiveCatalogs, interval_s: float) -> None:
                 catalog = await catalogs.load(file.given, name, below=file.below)
                 log.info("%s has changed: catalog %r is at version %d", file.given, name, catalog.version)
             except WideBeamError as error:
-                if isinstance(error, RequestError) and error.retryable:
+                if isinstance(error, CatalogUnreachable) or (isinstance(error, RequestError) and error.retryable):
                     log.warning("%s has changed, and will be tried again as %r: %s", file.given, name, error)
                     continue
                 refused[name] = now

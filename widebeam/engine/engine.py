@@ -34,6 +34,7 @@ from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import no_result
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
+from widebeam.engine.staged_catalogs import StagedCatalogs
 from widebeam.engine.stats import OUTCOMES, EngineStats, engine_stats
 from widebeam.engine.watchdog import Watchdog
 from widebeam.engine.wave import Search, narrowed
@@ -72,6 +73,8 @@ class Engine(Recommending, Blocking):
         self.catalogs = Catalogs(self.config.catalog_history)
         self.live: LiveCatalogs
         """How catalogs change. From when the engine has started."""
+        self.staged: StagedCatalogs
+        """How several engines change one together. From then, too."""
         self.state: State = "starting"
         self.model_config: ModelConfig
         self.max_context_len = 0
@@ -120,6 +123,7 @@ class Engine(Recommending, Blocking):
             vocabulary = Vocabulary(self.tokenizer.token_id if self.tokenizer else None, vocab_size)
             deepest = min(self.config.max_levels, self.max_context_len - 1)
             self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._make_searchable)
+            self.staged = StagedCatalogs(self.catalogs, self.live)
             for name, file in files.items():
                 await self.load_catalog(file, name)
             if self.config.watch_catalogs:
@@ -234,7 +238,7 @@ class Engine(Recommending, Blocking):
         """A checked search, filters left aside, and warnings."""
         filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
         plain = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
-        catalog = catalog or self.catalogs.get(plain.catalog)
+        catalog = catalog or self.catalogs.get(plain.catalog, plain.min_catalog_version)
         if filters is not None and catalog is None:
             raise InvalidRequest("filters need a catalog", param="filters")
         return admit(token_ids, plain, catalog, self._limits)

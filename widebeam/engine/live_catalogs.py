@@ -19,10 +19,17 @@ import msgspec
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
-from widebeam.constraints.header import base_name
 from widebeam.constraints.updates import Row, updated
-from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, fingerprint, watch
-from widebeam.errors import CatalogError, Conflict, NotFound, Overloaded, RequestError, WideBeamError
+from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, watch
+from widebeam.errors import (
+    CatalogError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RequestError,
+    WideBeamError,
+)
 
 MOST_WAITING = 64
 """Changes that may wait or run, of all catalogs together."""
@@ -35,11 +42,27 @@ class ChangeStats:
     """What became of changes, by catalog."""
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By catalog and outcome: `ok`, `invalid_catalog` for a file, or the code of an error class."""
+    """By catalog and outcome: `ok`, `staged`, `invalid_catalog` for a file, or the code of an error class."""
     build_s: dict[str, float] = field(default_factory=dict)
     """Seconds in which the version was built that was offered last."""
     swap_s: dict[str, float] = field(default_factory=dict)
     """Seconds from then until new searches got it."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to become of a catalog."""
+
+    name: str
+    build: Build
+    if_version: int | None = None
+    """Only if the catalog is at this version; 0: only if there is none."""
+    numbered: bool = False
+    """What `build` makes has its number."""
+    offered: Callable[[], None] = lambda: None
+    """Called at once when new searches get it."""
+    keep: Callable[[Catalog], None] | None = None
+    """Gets what is on the device now, in the place of new searches."""
 
 
 class LiveCatalogs:
@@ -67,29 +90,50 @@ class LiveCatalogs:
         name: str | None = None,
         if_version: int | None = None,
         *,
+        version: int | None = None,
         below: str | None = None,
         upload: str | None = None,
     ) -> Catalog:
         """Offer a catalog file under a name, by default that of the file; the next version where there is one.
 
-        `below`: a folder that the path is relative to and may not leave, now and whenever the file is loaded again.
-        `upload`: the file is a temporary one, of this description; without a header of its own it gets that of the
-        version before. Raises CatalogError, Conflict, Overloaded, and InvalidRequest as `CatalogFile.find` does.
+        `version`: its number, if the header does not declare it. `below`: a folder that the path is relative to and may
+        not leave, now and whenever the file is loaded again. `upload`: the file is a temporary one, of this
+        description; without a header of its own it gets that of the version before. Raises CatalogError, Conflict,
+        Overloaded, and InvalidRequest as `CatalogFile.find` does and for another version than the header's.
         """
+        return await self.change(self.loading(path, name, if_version, version, below, upload))
+
+    def loading(
+        self,
+        path: str | Path,
+        name: str | None,
+        if_version: int | None = None,
+        version: int | None = None,
+        below: str | None = None,
+        upload: str | None = None,
+    ) -> Change:
+        """What `load` does, to be changed or done."""
         file = CatalogFile(str(path), below)
-        name = base_name(Path(path)) if name is None else name
+        name = file.name if name is None else name
         seen: Fingerprint = ()
 
         def build(current: Catalog | None) -> Catalog:
             nonlocal seen
-            path = file.find()
-            seen = fingerprint(path)
-            if upload is not None and current is not None:
-                path.with_name("catalog.json").write_bytes(msgspec.json.encode(current.header))
-            token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
-            catalog = Catalog.load(path, name=name, token_id=token_id, vocab_size=vocab_size)
-            self._check(catalog, path)
-            return replace(catalog, source=str(path) if upload is None else upload)
+            if version is not None:
+                self._catalogs.check_number(name, version)
+            with file.here() as (path, seen):
+                if upload is not None and current is not None:
+                    header = _declared(current, None).header
+                    path.with_name("catalog.json").write_bytes(msgspec.json.encode(header))
+                token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
+                catalog = Catalog.load(path, name=name, token_id=token_id, vocab_size=vocab_size)
+                self._check(catalog, path)
+            where = str(path) if below is not None else file.given
+            known = catalog.header.version
+            if version is not None and known not in (None, version):
+                raise InvalidRequest(f"version is {version}, but the header of the file says {known}", param="version")
+            catalog = catalog if version is None else _declared(catalog, version)
+            return replace(catalog, source=where if upload is None else upload)
 
         def offered() -> None:
             if upload is None:
@@ -97,22 +141,29 @@ class LiveCatalogs:
             else:
                 self.files.pop(name, None)
 
-        return await self._change(name, build, if_version, offered=offered)
+        return Change(name, build, if_version, offered=offered)
 
     async def update(
-        self, name: str, upsert: Iterable[Row], remove: Sequence[int | str], if_version: int | None = None
+        self,
+        name: str,
+        upsert: Iterable[Row],
+        remove: Sequence[int | str],
+        if_version: int | None = None,
+        *,
+        version: int | None = None,
     ) -> Catalog:
         """Offer a catalog with some items added or replaced and others removed. `upsert` is read on a thread.
 
-        Raises NotFound, Conflict, Overloaded, and InvalidRequest as `updates.updated` does.
+        `version`: its number. Raises NotFound, Conflict, Overloaded, and InvalidRequest as `updates.updated` does.
         """
         self._require(name)
 
         def build(current: Catalog | None) -> Catalog:
             assert current is not None
-            return updated(current, upsert, remove, self._vocabulary)
+            self._catalogs.check_number(name, version)
+            return _declared(updated(current, upsert, remove, self._vocabulary), version)
 
-        return await self._change(name, build, if_version)
+        return await self.change(Change(name, build, if_version))
 
     async def roll_back(self, name: str, version: int, if_version: int | None = None) -> Catalog:
         """Offer an earlier version again, under its number. Raises NotFound, Conflict, Overloaded."""
@@ -122,7 +173,7 @@ class LiveCatalogs:
             assert current is not None
             return current if current.version == version else self._catalogs.copy_of(name, version)
 
-        return await self._change(name, build, if_version, numbered=True)
+        return await self.change(Change(name, build, if_version, numbered=True))
 
     def watch(self, interval_s: float) -> None:
         """From now on load files again that change."""
@@ -137,32 +188,22 @@ class LiveCatalogs:
         if self._catalogs.get(name) is None:
             raise NotFound(f"no catalog is called {name!r}", code="unknown_catalog", param="catalog")
 
-    async def _change(
-        self,
-        name: str,
-        build: Build,
-        if_version: int | None,
-        *,
-        numbered: bool = False,
-        offered: Callable[[], None] = lambda: None,
-    ) -> Catalog:
-        """`numbered`: what `build` makes has a number. `offered` is called at once when new searches get it."""
+    async def change(self, change: Change) -> Catalog:
+        """Make a change when it is its turn. Raises Overloaded, Conflict, and what `build` raises."""
         if self._waiting.total() >= MOST_WAITING:
             raise Overloaded(f"{MOST_WAITING} changes of catalogs wait already", retry_after_s=1.0)
-        self._waiting[name] += 1
-        task = asyncio.create_task(self._in_turn(name, build, if_version, numbered, offered))
+        self._waiting[change.name] += 1
+        task = asyncio.create_task(self._in_turn(change))
         self._tasks.add(task)  # the loop itself would forget it
         task.add_done_callback(self._tasks.discard)
         return replace(await asyncio.shield(task))  # whoever keeps a copy does not keep it on the device
 
-    async def _in_turn(
-        self, name: str, build: Build, if_version: int | None, numbered: bool, offered: Callable[[], None]
-    ) -> Catalog:
-        outcome = RequestError.code
+    async def _in_turn(self, change: Change) -> Catalog:
+        name, outcome = change.name, RequestError.code
         try:
             async with self._turns.setdefault(name, asyncio.Lock()):
-                catalog = await self._replace(name, build, if_version, numbered, offered)
-            outcome = "ok"
+                catalog = await self._replace(change)
+            outcome = "ok" if change.keep is None else "staged"
             return catalog
         except WideBeamError as error:
             outcome = type(error).code if isinstance(error, RequestError) else "invalid_catalog"
@@ -173,27 +214,29 @@ class LiveCatalogs:
             if not self._waiting[name]:
                 del self._waiting[name], self._turns[name]
 
-    async def _replace(
-        self, name: str, build: Build, if_version: int | None, numbered: bool, offered: Callable[[], None]
-    ) -> Catalog:
+    async def _replace(self, change: Change) -> Catalog:
+        name = change.name
         current = self._catalogs.get(name) if name in self._catalogs.names() else None
         version = 0 if current is None else current.version
-        if if_version is not None and if_version != version:
+        if change.if_version is not None and change.if_version != version:
             raise Conflict(
-                f"catalog {name!r} is at version {version}, not {if_version}",
+                f"catalog {name!r} is at version {version}, not {change.if_version}",
                 code="version_conflict",
                 param="if_version",
             )
         started = time.perf_counter()
-        catalog = await asyncio.to_thread(build, current)
+        catalog = await asyncio.to_thread(change.build, current)
         if catalog is current:
             return catalog
-        if not numbered:
+        if not change.numbered:
             catalog = self._catalogs.next_version(catalog)
         built = time.perf_counter()
         await self._put(catalog)
+        if change.keep is not None:
+            change.keep(catalog)
+            return catalog
         self._catalogs.add(catalog)
-        offered()
+        change.offered()
         self.stats.build_s[name], self.stats.swap_s[name] = built - started, time.perf_counter() - built
         return catalog
 
@@ -208,3 +251,8 @@ class LiveCatalogs:
                 f"{path.name}: there is no room for SIDs of {catalog.depth} tokens: --max-levels and "
                 f"--max-context-len allow {self._deepest}"
             )
+
+
+def _declared(catalog: Catalog, version: int | None) -> Catalog:
+    """The catalog as if its header had declared this version, or none."""
+    return replace(catalog, header=msgspec.structs.replace(catalog.header, version=version))

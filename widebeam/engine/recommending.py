@@ -43,7 +43,7 @@ class Recommending:
         engine = cast("Engine", self)
         engine._check_ready()
         params = params or SearchParams()
-        catalog = _current(engine, params.catalog)
+        catalog = _current(engine, params.catalog, params.min_catalog_version)
         catalog.check_fields(fields)
         if unknown_items not in ("ignore", "refuse"):
             raise InvalidRequest(f"unknown_items is {unknown_items!r}: ignore or refuse", param="unknown_items")
@@ -70,6 +70,7 @@ class Recommending:
         messages: list[dict[str, Any]] | None = None,
         input_ids: Seq[int] | None = None,
         catalog: str | None = None,
+        min_catalog_version: int | None = None,
         cache_salt: str | None = None,
         ttl_s: float | None = None,
         timeout_ms: int | None = None,
@@ -86,7 +87,7 @@ class Recommending:
             raise InvalidRequest(
                 "there is no prefix cache to fill: start with --prefix-cache on", code="no_prefix_cache"
             )
-        offered = _current(engine, catalog)
+        offered = _current(engine, catalog, min_catalog_version)
         made = await engine._prompts.make(offered, _room(engine, offered), history, prompt, messages, input_ids)
         token_ids = opened_prompt(made.token_ids, offered, engine._limits)
         params = SearchParams(  # one token, which nobody sees, is the least that follows a prompt
@@ -99,9 +100,9 @@ class Recommending:
         return Prefilled(result=result, cacheable_tokens=(result.prompt_tokens - 1) // page * page)
 
 
-def _current(engine: Engine, name: str | None) -> Catalog:
+def _current(engine: Engine, name: str | None, min_version: int | None) -> Catalog:
     """The version that is recommended from."""
-    if (catalog := engine.catalogs.get(name)) is None:
+    if (catalog := engine.catalogs.get(name, min_version)) is None:
         raise InvalidRequest(
             "there is no catalog to recommend from: start with --catalog FILE, or search without one (/generate)",
             code="no_catalog",

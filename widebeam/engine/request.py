@@ -24,6 +24,8 @@ NO_CATALOG = "none"
 
 MAX_TOP_LOGPROBS = 128
 MAX_TTL_S = 3600
+MAX_VERSION = 2**53
+"""Of catalogs: what every reader of JSON has exactly."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +65,8 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Beam width per level; None: `fixed` at `beam_width`."""
     catalog: str | None = None
     """Name of the catalog whose items are legal. None: the only one, if there is one. "none": any token."""
+    min_catalog_version: Annotated[int, Meta(ge=0, le=MAX_VERSION)] | None = None
+    """Answer from this version of the catalog or a newer one, or not at all (CatalogVersionNotReady)."""
     filters: Filters | None = None
     """Which items of the catalog may be returned. Only beams that lead to one are kept, at unchanged scores."""
     normalizer: Normalizer | None = None

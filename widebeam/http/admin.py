@@ -14,7 +14,16 @@ from widebeam.engine.request import NO_CATALOG, SearchParams
 from widebeam.errors import InvalidRequest, NotFound
 from widebeam.http.auth import Access, require
 from widebeam.http.body import decode, json_response, read_body
-from widebeam.http.keys import ENGINE, METRICS, REQUEST_ID, SERVER_CONFIG, STARTED_AT, served_name, working_engine
+from widebeam.http.keys import (
+    ENGINE,
+    METRICS,
+    REQUEST_ID,
+    SERVER_CONFIG,
+    STARTED_AT,
+    served_name,
+    server_state,
+    working_engine,
+)
 from widebeam.http.protocol import Health, ModelCard, ModelList
 
 _ALIVE = ("ready", "draining")
@@ -62,12 +71,12 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while new work is accepted, else 503."""
+    """200 while new work should come here, else 503."""
     return _state(request, ("ready",))
 
 
 def _state(request: web.Request, good: tuple[str, ...]) -> web.Response:
-    state = request.app[ENGINE].state
+    state = server_state(request.app)
     return json_response(Health(status=state), status=200 if state in good else 503)
 
 

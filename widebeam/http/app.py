@@ -14,7 +14,7 @@ from widebeam.http.auth import load_keyring
 from widebeam.http.chat import chat_completions
 from widebeam.http.completions import completions
 from widebeam.http.generate import generate
-from widebeam.http.keys import ENGINE, IN_FLIGHT, METRICS, SERVER_CONFIG, STARTED_AT, UPLOADS, InFlight
+from widebeam.http.keys import ENGINE, IN_FLIGHT, LEAVING, METRICS, SERVER_CONFIG, STARTED_AT, UPLOADS, InFlight
 from widebeam.http.metrics import Metrics
 from widebeam.http.middleware import around
 from widebeam.http.recommend import prefill, recommend
@@ -30,6 +30,7 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
     app[SERVER_CONFIG] = config
     app[METRICS] = Metrics(engine)
     app[IN_FLIGHT] = InFlight()
+    app[LEAVING] = asyncio.Event()
     app[STARTED_AT] = time.time()
     app[UPLOADS] = asyncio.Semaphore(catalogs.MOST_UPLOADS)
     app.on_startup.extend([load_keyring, catalogs.check_root])

@@ -79,8 +79,9 @@ async def put_catalog(request: web.Request) -> web.Response:
     except msgspec.ValidationError as error:
         raise invalid(str(error), UploadQuery) from None
     if query.format is UNSET:
-        if query.if_version is not UNSET:
-            raise InvalidRequest("without format, if_version belongs into the body", param="if_version")
+        for field in ("if_version", "version"):
+            if getattr(query, field) is not UNSET:
+                raise InvalidRequest(f"without format, {field} belongs into the body", param=field)
         body = decode(_PUT, await read_body(request))
         root = request.app[SERVER_CONFIG].catalog_root
         if root is None:
@@ -90,11 +91,10 @@ async def put_catalog(request: web.Request) -> web.Response:
                 param="path",
             )
         with _file_errors("path"):
-            catalog = await engine.live.load(body.path, name, body.if_version, below=root)
+            catalog = await engine.live.load(body.path, name, body.if_version, version=body.version, below=root)
     else:
-        if_version = None if query.if_version is UNSET else query.if_version
         with _file_errors("body"):
-            catalog = await _upload(request, engine, name, _NAMES[query.format], if_version)
+            catalog = await _upload(request, engine, name, query)
     return json_response(_info(engine, catalog))
 
 
@@ -104,7 +104,9 @@ async def update_items(request: web.Request) -> web.Response:
     text = await read_body(request, "max_update_bytes")
     body = await asyncio.to_thread(decode, _UPDATE, text)  # it may be long
     with _file_errors("upsert"):
-        catalog = await engine.live.update(request.match_info["name"], _rows(body.upsert), body.remove, body.if_version)
+        catalog = await engine.live.update(
+            request.match_info["name"], _rows(body.upsert), body.remove, body.if_version, version=body.version
+        )
     return json_response(_info(engine, catalog))
 
 
@@ -159,7 +161,10 @@ def _file_errors(param: str) -> Iterator[None]:
         raise InvalidRequest(str(error), code="invalid_catalog", param=param) from None
 
 
-async def _upload(request: web.Request, engine: Engine, name: str, file: str, if_version: int | None) -> Catalog:
+async def _upload(request: web.Request, engine: Engine, name: str, query: UploadQuery) -> Catalog:
+    assert query.format is not UNSET
+    file = _NAMES[query.format]
+    if_version, version = (None if one is UNSET else one for one in (query.if_version, query.version))
     slots = request.app[UPLOADS]
     if slots.locked():
         raise Overloaded(f"{MOST_UPLOADS} files are being uploaded", retry_after_s=5.0)
@@ -171,7 +176,7 @@ async def _upload(request: web.Request, engine: Engine, name: str, file: str, if
 
     async def load() -> Catalog:
         async with kept:  # the file stays until it has been read, even if the client goes away
-            return await engine.live.load(path, name, if_version, upload="upload")
+            return await engine.live.load(path, name, if_version, version=version, upload="upload")
 
     return await asyncio.shield(asyncio.create_task(load()))
 

@@ -64,6 +64,8 @@ ENGINE: web.AppKey[Engine] = web.AppKey("engine")
 METRICS: web.AppKey[Metrics] = web.AppKey("metrics")
 SERVER_CONFIG = web.AppKey("server_config", ServerConfig)
 IN_FLIGHT = web.AppKey("in_flight", InFlight)
+LEAVING = web.AppKey("leaving", asyncio.Event)
+"""Set when the server is told to stop, which may be before it refuses new work."""
 UPLOADS = web.AppKey("uploads", asyncio.Semaphore)
 STARTED_AT = web.AppKey("started_at", float)
 KEYRING: web.AppKey[Keyring] = web.AppKey("keyring")
@@ -71,6 +73,12 @@ REQUEST_ID = web.RequestKey("request_id", str)
 HAS_HEADER_ID = web.RequestKey("has_header_id", bool)
 TIME_LIMIT = web.RequestKey("time_limit", TimeLimit)
 FACTS: web.RequestKey[RequestFacts] = web.RequestKey("facts")
+
+
+def server_state(app: web.Application) -> str:
+    """The engine's state; `draining` also while new work is still accepted, but should go elsewhere."""
+    state = app[ENGINE].state
+    return "draining" if state == "ready" and app[LEAVING].is_set() else state
 
 
 def working_engine(request: web.Request) -> Engine:

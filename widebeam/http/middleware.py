@@ -14,12 +14,23 @@ from aiohttp.typedefs import Handler
 from widebeam.errors import Cancelled, InvalidRequest, RequestError
 from widebeam.http.auth import Access, access_to, require
 from widebeam.http.failures import Dialect, as_request_error, failure_response
-from widebeam.http.keys import ENGINE, FACTS, HAS_HEADER_ID, IN_FLIGHT, METRICS, REQUEST_ID, TIME_LIMIT, TimeLimit
+from widebeam.http.keys import (
+    FACTS,
+    HAS_HEADER_ID,
+    IN_FLIGHT,
+    METRICS,
+    REQUEST_ID,
+    TIME_LIMIT,
+    TimeLimit,
+    server_state,
+)
 from widebeam.http.logs import RequestFacts, log_request
 from widebeam.http.protocol import MAX_TIMEOUT_MS
 
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
+VERSION_HEADER = "x-catalog-version"
+"""Of the catalog that was searched: not every dialect has a place for it in its body."""
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -78,7 +89,9 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
         failure = as_request_error(error, request)
         response = failure_response(failure, request, dialect_of(request.path))
     response.headers[ID_HEADER] = request[REQUEST_ID]
-    if request.app[ENGINE].state != "ready":  # a client that reconnects finds a server that stays
+    if failure is None and (version := request[FACTS].version) is not None:
+        response.headers[VERSION_HEADER] = str(version)
+    if server_state(request.app) != "ready":  # a client that reconnects finds a server that stays
         response.force_close()
     return response, failure
 

@@ -23,6 +23,7 @@ from widebeam.http.protocol import (
     SearchOptions,
     TimeoutMs,
     Usage,
+    Version,
 )
 from widebeam.http.sampling import Levels, SamplingFields, StopString, Thinking
 from widebeam.policies import PolicySpec
@@ -98,6 +99,7 @@ class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     return_beam_details: bool | None = None
     policy: PolicySpec | None = None
     catalog: Name | None = None
+    min_catalog_version: Version | None = None
     filters: Filters | None = None
     normalizer: Normalizer | None = None
     length_penalty: LengthPenalty | None = None

@@ -9,8 +9,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from widebeam.config import MAX_BEAM_WIDTH
 from widebeam.constraints.filter_spec import Filters, ItemId
-from widebeam.constraints.header import MAX_NAME_LENGTH, SidForm
-from widebeam.engine.request import MAX_TTL_S, Normalizer, Timing, TokenId
+from widebeam.constraints.header import MAX_NAME_LENGTH, DeclaredVersion, SidForm
+from widebeam.engine.request import MAX_TTL_S, MAX_VERSION, Normalizer, Timing, TokenId
 from widebeam.engine.results import Item
 from widebeam.policies import PolicySpec
 
@@ -27,6 +27,7 @@ TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
 PromptIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_IDS)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+Version = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -56,6 +57,7 @@ class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     policy: PolicySpec | None = None
     catalog: Name | None = None
+    min_catalog_version: Version | None = None
     filters: Filters | None = None
     normalizer: Normalizer | None = None
     length_penalty: LengthPenalty | None = None
@@ -96,6 +98,7 @@ class PrefillRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Messages | None = None
     input_ids: PromptIds | None = None
     catalog: Name | None = None
+    min_catalog_version: Version | None = None
     cache_salt: CacheSalt | None = None
     ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None = None
     """Seconds within which it is likely to come; until then what was computed is evicted last."""
@@ -153,7 +156,6 @@ class CatalogList(msgspec.Struct, kw_only=True):
     data: list[CatalogInfo]
 
 
-Version = Annotated[int, Meta(ge=0, le=2**53)]
 MAX_CHANGES = 100_000
 
 
@@ -164,6 +166,8 @@ class PutCatalog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Below --catalog-root."""
     if_version: Version | None = None
     """Only if the catalog is at this version; 0: only if there is none."""
+    version: DeclaredVersion | None = None
+    """Its number, unless the file's header declares it. None: the next that this server counts."""
 
 
 UploadFormat = Literal["parquet", "jsonl", "minionerec", "sid2pid"]
@@ -174,6 +178,7 @@ class UploadQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     format: UploadFormat | UnsetType = UNSET
     if_version: Version | UnsetType = UNSET
+    version: DeclaredVersion | UnsetType = UNSET
 
 
 class UpdateItems(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -183,6 +188,7 @@ class UpdateItems(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whole items as in a JSONL file: `item_id`, `sid`, metadata. Each is added, or replaces the item of its id."""
     remove: Annotated[list[ItemId], Meta(max_length=MAX_CHANGES)] = []
     if_version: Version | None = None
+    version: DeclaredVersion | None = None
 
 
 class RollBack(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -265,6 +271,6 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """`status` is the engine's state: starting, ready, draining, stopped or dead."""
+    """`status` is the server's state: starting, ready, draining, stopped or dead."""
 
     status: str

@@ -69,6 +69,7 @@ async def prefill(request: web.Request) -> web.Response:
     prefilled = await engine.prefill(
         **prompt,
         catalog=body.catalog,
+        min_catalog_version=body.min_catalog_version,
         cache_salt=tenant_salt(request, body.cache_salt),
         ttl_s=body.ttl_s,
         timeout_ms=body.timeout_ms,
@@ -106,6 +107,7 @@ def _params(body: RecommendRequest, request_id: str, cache_salt: str | None) -> 
         beam_width=body.beam_width,
         policy=body.policy,
         catalog=body.catalog,
+        min_catalog_version=body.min_catalog_version,
         filters=body.filters,
         normalizer=body.normalizer,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,

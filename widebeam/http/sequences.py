@@ -65,8 +65,8 @@ def plan_search(
     where: str = "",
 ) -> Plan:
     """What the fields ask for; `where` is the path to those of sampling. `cache_salt`: see `auth.tenant_salt`. Raises
-    InvalidRequest or NotFound."""
-    catalog = engine.catalogs.get(options.catalog)
+    InvalidRequest, NotFound or CatalogVersionNotReady."""
+    catalog = engine.catalogs.get(options.catalog, options.min_catalog_version)
     plan = beam_plan(fields, options.policy, catalog is not None, where)
     vocab_size = engine.model_config.vocab_size
     sampling, warnings = None, []

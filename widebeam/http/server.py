@@ -1,13 +1,14 @@
 """Sockets, signals and shutdown: an engine becomes a server process.
 
 While the engine starts, SIGTERM and SIGINT end the process at once. After that the first signal drains: `/ready` turns
-503, new work is refused, and requests in flight get up to `drain_timeout_s` to finish. A second signal stops at once.
-Either way whatever is still in flight is answered with 503.
+503, after `drain_delay_s` new work is refused, and requests in flight get up to `drain_timeout_s` to finish. A second
+signal stops at once. Either way whatever is still in flight is answered with 503.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -21,7 +22,7 @@ from aiohttp import web
 from widebeam.config import Config, ServerConfig
 from widebeam.errors import ConfigError
 from widebeam.http.app import build_app
-from widebeam.http.keys import IN_FLIGHT
+from widebeam.http.keys import IN_FLIGHT, LEAVING
 from widebeam.http.logs import configure, protocol_log
 
 if TYPE_CHECKING:
@@ -69,7 +70,12 @@ class Server:
         self.url = f"http://{shown}:{self._runner.addresses[0][1]}"
 
     async def drain(self) -> bool:
-        """Refuse new work and wait for what is in flight. False if that took longer than `drain_timeout_s`."""
+        """Say that this server goes, after `drain_delay_s` refuse new work, and wait for what is in flight. False if
+        that took longer than `drain_timeout_s`."""
+        self._app[LEAVING].set()
+        if self._engine.state == "ready":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._engine.died.wait(), self._config.drain_delay_s)
         self._engine.begin_drain()
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
@@ -129,7 +135,7 @@ async def serve(config: Config) -> int:
             second = await _or_signal(server.drain(), signals)
             if second is not None:
                 return 128 + second
-            return BROKEN if number is None else 0
+            return BROKEN if engine.died.is_set() else 0
     finally:
         await engine.stop()
         await server.stop()
