@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import itertools
 import multiprocessing
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -187,7 +186,7 @@ def run(arguments: argparse.Namespace, measured: Measured = apart) -> dict[str, 
     for mode in modes_of(arguments):
         fit = modes["off"]["users_that_fit"] if modes else None
         modes[mode] = measured(arguments, mode, fit)
-    return header(arguments) | {"command": shlex.join(sys.argv), "modes": modes}
+    return header(arguments) | {"modes": modes}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -36,7 +36,6 @@ import json
 import math
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -267,7 +266,7 @@ async def measure(arguments: argparse.Namespace) -> Level:
             await bench.of_peak(share, by_concurrency[most])
         if arguments.http_overhead:
             found = {"http_overhead": await bench.overhead(), "health": await bench.health(most)}
-    return {"command": shlex.join(sys.argv), "cores": os.cpu_count(), "server": facts, "levels": bench.levels} | found
+    return {"cores": os.cpu_count(), "server": facts, "levels": bench.levels} | found
 
 
 def options() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import date
@@ -15,7 +16,8 @@ from typing import Any
 def header(arguments: argparse.Namespace) -> dict[str, Any]:
     """When, where and with what options a report was made."""
     given = {name: _elsewhere(str(value)) for name, value in vars(arguments).items() if name != "save"}
-    return {"date": date.today().isoformat(), "machine": machine(), "arguments": given}
+    command = shlex.join(_elsewhere(argument) for argument in sys.argv)
+    return {"date": date.today().isoformat(), "machine": machine(), "command": command, "arguments": given}
 
 
 def _elsewhere(value: str) -> str:

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import os
 import re
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -98,7 +97,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     arguments = parse(argv)
     report = {"starts": asyncio.run(measure(arguments))}
-    report = header(arguments) | {"machine": machine(), "command": shlex.join(sys.argv)} | report
+    report = header(arguments) | {"machine": machine()} | report
     print(markdown(report))
     save(arguments.save, report, markdown(report))
 
