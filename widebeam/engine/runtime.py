@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from widebeam.kv.prefix_cache import PrefixCache, PrefixStats
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
 from widebeam.model.fp8 import wants_fp8
+from widebeam.model.parallel import WHOLE, Shard
 from widebeam.model.weights import load_model, weight_bytes
 
 log = logging.getLogger(__name__)
@@ -46,14 +48,22 @@ log = logging.getLogger(__name__)
 class Runtime:
     """The device side of an engine."""
 
-    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig, max_context_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        model_config: ModelConfig,
+        max_context_len: int,
+        shard: Shard = WHOLE,
+    ) -> None:
+        """`shard`: which part of the model this rank computes. Raises StartupError."""
         self.config = config
-        self.device = choose_device(config.device)
+        self.device = choose_device(config.device, shard.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             spare_cublas_workspace(self.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
-        self._model_config = model_config
+        model_config = self._model_config = shard.config(model_config)
         self._max_context_len = max_context_len
         if config.max_wave_rows < config.max_beam_width:
             raise ConfigError(
@@ -72,7 +82,7 @@ class Runtime:
             "quantization": "fp8" if fp8 else "none",
         }
         """What was chosen, in words."""
-        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
+        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8, shard=shard)
         self._catalogs, self._masks = self._rooms()
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
         if self._compiles and not backend.replayable:
@@ -94,6 +104,7 @@ class Runtime:
                 self._run_largest_waves,
                 graphs=self._compiles,
             )
+            sizes = replace(sizes, context_pages=shard.least(sizes.context_pages, self.device))
         else:
             sizes = least_sizes(config, max_context_len)
         self.core = self._with_pools(sizes)

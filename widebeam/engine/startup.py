@@ -21,8 +21,8 @@ HOPPER = 9
 """Major compute capability."""
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of that name; auto takes CUDA where there is one. Raises ConfigError."""
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """The device of that name; auto takes CUDA where there is one. Each rank has its own. Raises ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -33,9 +33,12 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} is not supported: cpu, cuda, cuda:N or auto")
     if device.type == "cpu":
         return device
-    index = device.index or 0
+    index = (device.index or 0) + rank
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+        there = f"torch sees {torch.cuda.device_count()} CUDA devices"
+        if rank:
+            raise ConfigError(f"--tensor-parallel-size: rank {rank} would run on cuda:{index}, but {there}")
+        raise ConfigError(f"device {name!r} is not there: {there}")
     return torch.device("cuda", index)
 
 
