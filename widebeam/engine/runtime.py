@@ -24,7 +24,9 @@ from widebeam.engine.compile import (
 )
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Flight
+from widebeam.engine.leader import Leader
 from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
+from widebeam.engine.ranks import Ranks
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import ALONE, Between, launch_wave
@@ -39,7 +41,7 @@ from widebeam.kv.prefix_cache import PrefixCache, PrefixStats
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
 from widebeam.model.fp8 import wants_fp8
-from widebeam.model.parallel import WHOLE, Shard
+from widebeam.model.parallel import WHOLE
 from widebeam.model.weights import load_model, weight_bytes
 
 log = logging.getLogger(__name__)
@@ -54,9 +56,11 @@ class Runtime:
         folder: Path,
         model_config: ModelConfig,
         max_context_len: int,
-        shard: Shard = WHOLE,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`shard`: which part of the model this rank computes. Raises StartupError."""
+        """`ranks`: which this is of several, of which each makes a runtime. Raises StartupError."""
+        shard = WHOLE if ranks is None else ranks.shard
+        self._leader = Leader(ranks) if ranks is not None and shard.rank == 0 else None
         self.config = config
         self.device = choose_device(config.device, shard.rank)
         if self.device.type == "cuda":
@@ -82,6 +86,8 @@ class Runtime:
             "quantization": "fp8" if fp8 else "none",
         }
         """What was chosen, in words."""
+        if ranks is not None:
+            ranks.agree({"the checkpoint's config": model_config, "settings": config, "what they can do": self.info})
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8, shard=shard)
         self._catalogs, self._masks = self._rooms()
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
@@ -112,7 +118,7 @@ class Runtime:
             self.core.programs = compiled_programs(self.core, tuned if config.warmup == "full" else graphed)
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
         self._captures: Captures | None = None
-        if self._compiles:
+        if self._compiles and shard.rank == 0:  # the others capture what it runs
             self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
             self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
         self._warmed_up = self._prefix_stats()
@@ -163,10 +169,14 @@ class Runtime:
             self.core.catalogs.reserve(catalog)
         except torch.OutOfMemoryError:
             raise OutOfMemory(f"the GPU has no room for the codebooks of catalog {catalog.name!r}") from None
+        if self._leader is not None:
+            self._leader.reserve(self.core, catalog)
 
     def upload(self, catalog: Catalog) -> None:
         """Bring it there while waves run, which takes a while. The one method for another thread than the GPU's."""
         self.core.catalogs.upload(catalog)
+        if self._leader is not None:
+            self._leader.upload(catalog)
 
     def add_catalog(self, catalog: Catalog) -> None:
         """Make a catalog version searchable, for as long as somebody holds the catalog.
@@ -239,7 +249,12 @@ class Runtime:
         try:
             self._acquire(self.core, wave)
             trie = self.core.catalogs.trie(wave.catalog) if wave.catalog is not None else None
-            launched = launch_wave(self.core, wave, trie, between._replace(wanted=wanted))
+            between = between._replace(wanted=wanted)
+            if self._leader is None:
+                launched = launch_wave(self.core, wave, trie, between)
+            else:
+                with self._leader.launching(self.core, wave):
+                    launched = launch_wave(self.core, wave, trie, self._leader.telling(between))
         finally:
             self._release(self.core, wave, keep=launched is not None)
         if self._captures:
@@ -249,6 +264,11 @@ class Runtime:
     def run(self, jobs: list[Job]) -> list[Outcome]:
         """Search one wave and wait for it: exactly one outcome for each job."""
         return self.launch(jobs).outcomes()
+
+    def close(self) -> None:
+        """End the other ranks, if there are any."""
+        if self._leader is not None:
+            self._leader.stop()
 
     def check_integrity(self) -> None:
         """No page, slot or place of a mask may be held between waves. Raises RuntimeError."""

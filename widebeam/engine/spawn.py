@@ -1,0 +1,79 @@
+"""The processes of the ranks that follow, started and watched by the leader."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from widebeam.config import EngineConfig
+from widebeam.engine.ranks import Place
+
+log = logging.getLogger(__name__)
+END_S = 10.0
+"""For a process to end once it may."""
+
+
+class Followers:
+    """One process for each rank but the first. They end when this process does, however it ends."""
+
+    def __init__(self, config: EngineConfig, folder: Path, on_end: Callable[[str], None]) -> None:
+        """`on_end` is called, on a thread of its own, with the reason, if one of them ends by itself."""
+        self._config, self._folder, self._on_end = config, folder, on_end
+        self._meeting = Path(tempfile.mkdtemp(prefix="widebeam-"))  # only this user may go there
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._closing = threading.Event()
+
+    @property
+    def place(self) -> Place:
+        """The leader's."""
+        return self._place(0)
+
+    def _place(self, rank: int) -> Place:
+        return Place(rank, self._config.tensor_parallel_size, str(self._meeting / "ranks"))
+
+    def start(self) -> None:
+        """Does not wait until they are ready."""
+        for rank in range(1, self._config.tensor_parallel_size):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "widebeam.engine.follower"],
+                stdin=subprocess.PIPE,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else 2,  # stdout is the leader's alone
+                start_new_session=True,  # an interrupt from the terminal is for the leader
+                env=os.environ | {"TQDM_DISABLE": "1"},
+            )
+            self._processes.append(process)
+            assert process.stdin is not None
+            errand = {"config": self._config, "folder": str(self._folder), "place": self._place(rank)}
+            process.stdin.write(msgspec.json.encode(errand) + b"\n")
+            process.stdin.flush()
+            threading.Thread(target=self._watch, args=(rank, process), name="widebeam-watch", daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if status and not self._closing.is_set():  # 0: the leader has told it to
+            reason = f"rank {rank} of the model has ended with status {status}"
+            log.critical("%s: the engine gives up", reason)
+            self._on_end(reason)
+
+    def close(self) -> None:
+        """End those that are left, and wait for them."""
+        self._closing.set()
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._meeting, ignore_errors=True)
