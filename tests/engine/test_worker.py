@@ -63,7 +63,9 @@ class Bench:
         self.boundaries: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """A launching long wave comes to its next boundary for each."""
         self.dead = threading.Event()
-        runtime: Any = SimpleNamespace(limits=LIMITS, launch=self._launch, look_up=lambda search: None)
+        runtime: Any = SimpleNamespace(
+            limits=LIMITS, launch=self._launch, look_up=lambda search: None, close=lambda: None
+        )
         self.worker = Worker(lambda: runtime, self._deliver, self.dead.set)
         self.worker.start()
         self.worker.ready.result(20)

@@ -152,7 +152,12 @@ class Engine(Blocking):
         ranks, place = None, self._followers.place if self._followers else torchrun_place(self.config)
         if place is not None:
             ranks = Ranks(place, self.config, choose_device(self.config.device).type == "cuda")
-        return Runtime(self.config, folder, self.model_config, self.max_context_len, ranks)
+        try:
+            return Runtime(self.config, folder, self.model_config, self.max_context_len, ranks)
+        except BaseException:
+            if ranks is not None:
+                ranks.leave()
+            raise
 
     async def _when_ready(self) -> Runtime:
         """Wait for the GPU thread. Raises StartupError if another rank ends meanwhile."""

@@ -40,8 +40,9 @@ class Leader:
         changed = None if graphed == self._graphed else sorted(graphed)
         number = None if wave.catalog is None else self._numbers[wave.catalog]
         at_once = bool(torch._inductor.config.triton.skip_cudagraph_warmup) if graphed else False
+        message = launch_message(wave, number, changed, at_once)
         with self._in_step():
-            self._ranks.commands.send(launch_message(wave, number, changed, at_once))
+            self._ranks.commands.send(message)
             self._graphed = set(graphed)
             yield
 

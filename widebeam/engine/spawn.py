@@ -74,6 +74,5 @@ class Followers:
             try:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                process.kill()  # which a broken device may hold up: nobody waits for that
         shutil.rmtree(self._meeting, ignore_errors=True)
