@@ -31,7 +31,6 @@ from widebeam.engine.wave import Search, narrowed
 from widebeam.errors import ConfigError
 from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
-from widebeam.model.parallel import Shard
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.policies import LevelPlan
 
@@ -241,24 +240,6 @@ def test_the_collectives_are_traced_whole(both: Both, monkeypatch: pytest.Monkey
     both.check(lambda _: [make_search(prompt(both, 15), 20, levels=1)])
     both.check(lambda c: [replace(make_search(prompt(both, 16), (20, 30, 5), catalog=c), normalizer="vocab")])
     assert not torch._dynamo.utils.counters["graph_break"]
-
-
-@pytest.mark.parametrize(
-    ("size", "count", "unit"), [(2, 10, 1), (2, 300, 128), (4, 5, 1), (8, 9, 1), (3, 1, 128), (2, 151_936, 128)]
-)
-def test_parts_cover_all_once(size: int, count: int, unit: int) -> None:
-    parts = [Shard(rank, size).part(count, unit) for rank in range(size)]
-    covered = [place for part in parts if not part.spare for place in range(part.first, part.first + part.size)]
-    assert covered == list(range(count))
-    assert all(0 < part.size <= part.room and part.first + part.size <= count for part in parts)
-
-
-def test_what_does_not_divide_is_refused(divisible: Path) -> None:
-    model = load_model_config(divisible)
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 3 does not divide the model's num_heads, 4"):
-        Shard(size=3).config(model)
-    with pytest.raises(ConfigError, match="num_kv_heads, 2"):
-        Shard(size=4).config(model)
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,12 @@ class Engine(Blocking):
     async def _when_ready(self) -> Runtime:
         """Wait for the GPU thread. Raises StartupError if another rank ends meanwhile."""
         ready, died = asyncio.wrap_future(self._worker.ready), asyncio.ensure_future(self.died.wait())
-        await asyncio.wait((ready, died), return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait((ready, died), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
         if not ready.done():
             raise StartupError("a rank of the model has ended while it started; it says why above")
-        died.cancel()
         return ready.result()
 
     def _check_eviction(self) -> None:

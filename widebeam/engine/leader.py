@@ -82,7 +82,7 @@ class Leader:
         self._uploaded.add(number)
 
     def stop(self) -> None:
-        """Followers end, and this rank is one alone."""
+        """Followers end."""
         self._ranks.commands.send(Stop())
         self._ranks.leave()
 

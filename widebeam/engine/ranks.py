@@ -132,5 +132,9 @@ class Ranks:
                 raise ConfigError(f"--tensor-parallel-size: the ranks differ in {name}")
 
     def leave(self) -> None:
-        """Give the process groups up."""
-        dist.destroy_process_group()
+        """Give the process groups up, so that others may be made.
+
+        Not those of NCCL, which would wait until no CUDA graph holds its communicators: they go with the process.
+        """
+        if dist.get_backend() == "gloo":
+            dist.destroy_process_group()

@@ -154,7 +154,8 @@ def run(config: Config) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a thread that loads weights cannot be interrupted in Python
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(serve(config))
-    if status == BROKEN:  # a broken device may hold up the interpreter's own end for ever
+    if status == BROKEN or config.engine.tensor_parallel_size > 1:
+        # a broken device, and NCCL too, may hold up the interpreter's own end for ever
         logging.shutdown()
         os._exit(status)
     return status
