@@ -129,8 +129,8 @@ class Worker:
 
     def join(self) -> None:
         """Block until the thread has ended; one that hangs is left alone."""
-        if self._thread.is_alive() and not self._hangs:
-            self._thread.join()
+        while self._thread.is_alive() and not self._hangs:
+            self._thread.join(1.0)
 
     def _main(self) -> None:
         ready = Call(lambda runtime: runtime, self.ready)
@@ -147,7 +147,8 @@ class Worker:
         try:
             self._loop(runtime, self.scheduler, reader)
             reader.close()
-            runtime.close()
+            with self._working():  # other ranks may hang
+                runtime.close()
             self._end = EngineDead("the engine has stopped")
         except BaseException:
             log.exception("the GPU thread died")
