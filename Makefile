@@ -67,11 +67,14 @@ nightly:
 	$(BREAKDOWN) --save $(NIGHTLY)/7-breakdown-bf16.json
 	$(BREAKDOWN) --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/8-breakdown-fp8-catalog.json
 	$(PYTHON) bench/catalog.py build/qwen3-0.6b --save $(NIGHTLY)/9-catalog.json
-	for fp8 in "" "--quantization fp8"; do \
+	$(PYTHON) bench/history.py build/qwen3-1.7b --host-gib 64 --save $(NIGHTLY)/9-history.json -- --max-total-tokens 200000
+	$(PYTHON) bench/starts.py build/qwen3-1.7b --save $(NIGHTLY)/9-starts.json
+	for fp8 in "" "--quantization fp8" "--kv-cache-dtype fp8"; do \
+	  case $$fp8 in --q*) name=-fp8;; --kv*) name=-fp8-kv;; *) name=;; esac; \
 	  $(ACCURACY) examples/movielens/checkpoint $$fp8 --cases 97x64x64 193x16x256 \
-	    --save $(NIGHTLY)/9-accuracy-movielens$${fp8:+-fp8}.json && \
+	    --save $(NIGHTLY)/9-accuracy-movielens$$name.json && \
 	  $(ACCURACY) build/qwen3-1.7b $$fp8 --cases 200x8x64 1000x2x256 \
-	    --save $(NIGHTLY)/9-accuracy-random-1.7b$${fp8:+-fp8}.json || exit 1; done
+	    --save $(NIGHTLY)/9-accuracy-random-1.7b$$name.json || exit 1; done
 	for part in $(NIGHTLY)/*.md; do printf '## %s\n\n' $$(basename $$part .md); cat $$part; echo; done > build/nightly.md
 	@status=0; for old in $(if $(OLD),$(wildcard $(OLD)/*-offline-*.json $(OLD)/*-accuracy-*.json)); do \
 	  printf '## Against %s\n\n' $$old; \
@@ -104,4 +107,31 @@ $(COMPAT)/.installed: pyproject.toml constraints.txt tests/compat/requirements.t
 	$(COMPAT)/bin/python -m pip install --quiet --upgrade pip
 	$(COMPAT)/bin/python -m pip install --quiet -c constraints.txt -e . $(PIP_ARGS)
 	$(COMPAT)/bin/python -m pip install --quiet --no-deps -c constraints.txt -r tests/compat/requirements.txt $(PIP_ARGS)
+	touch $@
+
+# make deploy-test   deploy/ with all that checks it; needs Debian's packages haproxy and prometheus (for promtool)
+.PHONY: deploy-test
+DEPLOY := build/deploy
+deploy-test: $(INSTALLED) $(DEPLOY)/.installed
+	@for tool in haproxy promtool; do command -v $$tool > /dev/null || \
+	  { echo "make deploy-test needs $$tool: apt-get install haproxy prometheus" >&2; exit 1; }; done
+	PATH="$(CURDIR)/$(DEPLOY)/bin:$$PATH" $(BIN)/python -m pytest -q tests/deploy
+
+$(DEPLOY)/.installed: tests/deploy/requirements.txt
+	$(PYTHON) -m venv --clear $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet --upgrade pip
+	$(DEPLOY)/bin/python -m pip install --quiet -r tests/deploy/requirements.txt $(PIP_ARGS)
+	touch $@
+
+# make ray-test   replicas behind Ray Serve on this machine: routes, affinity, failures, an update under load
+.PHONY: ray-test
+ray-test: export PYTHONPATH := $(CURDIR)
+RAY := build/ray
+ray-test: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest -q tests/deploy/test_ray.py
+
+$(RAY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --upgrade pip
+	$(RAY)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]' $(PIP_ARGS)
 	touch $@

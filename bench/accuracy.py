@@ -1,16 +1,20 @@
 """Does the engine return what it should? Agreement with float32, with Hugging Face and with other servers, and scores.
 
     python bench/accuracy.py CHECKPOINT --cases 200x8x64 [--enforce-eager] [--quantization fp8] [--save FILE.json]
-    python bench/accuracy.py examples/movielens/checkpoint --cases 97x32x64
+    python bench/accuracy.py examples/movielens/checkpoint --cases 97x32x64 [--kv-cache-dtype fp8] [--recall 200]
 
 A case is CONTEXTxPROMPTS[xWIDTH[xTOKENS]]. The engine, as the options say, is compared with itself asked one prompt at
-a time, and without quantisation if it has any; with itself in float32 and plain PyTorch; with a plain beam search over
-Hugging Face's network in the same dtype, without any cache; and with --url, an SGLang-compatible server. `top1` is the
-share of prompts with the same best sequence, `overlap` the mean share of common sequences, `exact_sets` the share of
-prompts with exactly the same ones. Every returned score is compared with teacher-forced rescoring in float32.
+a time, and without float8 projections or pages if it has any; with itself in float32 and plain PyTorch; with a plain
+beam search over Hugging Face's network in the same dtype, without any cache; and with --url, an SGLang-compatible
+server. `top1` is the share of prompts with the same best sequence, `overlap` the mean share of common sequences,
+`exact_sets` the share of prompts with exactly the same ones. Every returned score is compared with teacher-forced
+rescoring in float32.
 
 Prompts are random token ids. With SIDs (--sids; by default sids.csv beside the checkpoint, as in the MovieLens example)
 or a parquet --catalog of token ids, they are histories of random items, and only items are legal.
+
+--recall also finds the last movie of so many users of the MovieLens example, by its own checkpoint, with the engine as
+the options say, without float8 and in float32: Recall@10 and NDCG@10 at width 64.
 """
 
 from __future__ import annotations
@@ -169,11 +173,11 @@ def run(arguments: argparse.Namespace, task: Task) -> dict[str, Any]:
     automatic = load_model_config(task.folder).dtype if device.type == "cuda" else "float32"
     dtype = automatic if arguments.dtype == "auto" else arguments.dtype
     plain = {"dtype": dtype, "attention_backend": arguments.attention_backend, "enforce_eager": arguments.enforce_eager}
-    settings = plain if arguments.quantization is None else plain | {"quantization": arguments.quantization}
+    variants = variants_of(arguments, plain)
+    settings = variants.pop("asked")
     ours = searched(task, settings)
-    others = {"alone": searched(task, settings, alone=True), "float32": searched(task, REFERENCE)}
-    if settings != plain:
-        others["unquantised"] = searched(task, plain)
+    others = {"alone": searched(task, settings, alone=True)}
+    others |= {name: searched(task, variant) for name, variant in variants.items()}
     others["Hugging Face"] = judged(task, getattr(torch, dtype), device)
     release()
     if arguments.url:
@@ -185,7 +189,36 @@ def run(arguments: argparse.Namespace, task: Task) -> dict[str, Any]:
             cases[name]["Hugging Face to float32"] = agreement(others["Hugging Face"][name], others["float32"][name])
     for name, errors in score_errors(task, ours, device).items():
         cases[name]["scores"] = errors
-    return header(arguments) | {"dtype": dtype, "cases": cases}
+    report = header(arguments) | {"dtype": dtype, "cases": cases}
+    if arguments.recall:
+        report["recall"] = recalls(arguments.recall, {"asked": settings} | variants)
+    return report
+
+
+def variants_of(arguments: argparse.Namespace, plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The engine's settings as asked, and those that it is compared with: in float32, and without what is float8."""
+    quantized = plain if arguments.quantization is None else plain | {"quantization": arguments.quantization}
+    variants = {"asked": quantized, "float32": REFERENCE}
+    if quantized != plain:
+        variants["unquantised"] = plain
+    if arguments.kv_cache_dtype is not None:
+        variants |= {"asked": quantized | {"kv_cache_dtype": arguments.kv_cache_dtype}, "plain KV": quantized}
+    return variants
+
+
+def recalls(users: int, variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """How well each variant recommends to users of the MovieLens example."""
+    import quality
+
+    quality.data.fetch()
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        task = quality.Task.load(Path(scratch), users)
+        for name, variant in variants.items():
+            (result,) = asyncio.run(quality.measure(task, [quality.Case("fixed", 64)], warmup="none", **variant))
+            found[name] = {figure: result[figure] for figure in ("recall@10", "standard_error", "ndcg@10")}
+            release()
+    return found
 
 
 def asked(arguments: argparse.Namespace, task: Task, name: str) -> list[Answer]:
@@ -207,11 +240,14 @@ def markdown(report: dict[str, Any]) -> str:
                 scores.append((name, values["sequences"], values["p99"], values["max"]))
             else:
                 rows.append((name, other, *((values or {}).get(column) for column in columns)))
+    recall = [(name, *values.values()) for name, values in report.get("recall", {}).items()]
+    lists = [table([f"{given['recall']} users", "Recall@10", "standard error", "NDCG@10"], recall)] if recall else []
     return "\n".join([
         f"{given['checkpoint']}, {report['dtype']}, quantization {given['quantization']}, "
-        f"eager: {given['enforce_eager']}",
+        f"KV cache {given['kv_cache_dtype']}, eager: {given['enforce_eager']}",
         f"{report['machine']}, {report['date']}", "", table(["case", "compared with", *columns], rows), "",
         table(["case", "sequences", "score error, 99th percentile", "largest"], scores),
+        *["" for _ in lists], *lists,
     ])  # fmt: skip
 
 
@@ -227,6 +263,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", help="as in `widebeam serve`, such as fp8")
+    parser.add_argument("--kv-cache-dtype", help="as in `widebeam serve`, such as fp8")
+    parser.add_argument("--recall", type=int, metavar="USERS", help="for the MovieLens example's checkpoint")
     parser.add_argument("--url", help="an SGLang-compatible server of the same checkpoint")
     parser.add_argument("--dialect", choices=DIALECTS, default="sglang", help="see peers.py")
     parser.add_argument("--concurrency", type=int, default=4, help="requests at a time to the server")

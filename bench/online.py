@@ -64,12 +64,11 @@ from loadgen import (
 from loadreport import Level, markdown, plot
 from peers import DIALECTS
 from report import header, save
-from soak import machine, start_server
+from servers import machine, running_server, split_flags
 
 CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
 TRACE_WARM_UP = 4
 """Requests in flight before a trace begins."""
-STOP_S = 120.0
 HEALTH = Request("/health")
 
 
@@ -82,18 +81,11 @@ async def server(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Leve
     flags = ["--catalog", str(arguments.catalog)] if arguments.catalog else []
     if not any(flag.startswith("--log-level") for flag in arguments.serve):
         flags += ["--log-level", "warning"]  # else there is a line here for each request
-    what = argparse.Namespace(checkpoint=arguments.checkpoint, serve=flags + arguments.serve)
-    process, url, ready_s = await start_server(what)
-    facts: Level = {"machine": machine(), "ready_s": round(ready_s, 1)}
-    try:
-        yield url, facts
-    finally:
-        process.terminate()
-        try:
-            facts["exit_status"] = await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            process.kill()
-            facts["exit_status"] = await process.wait()
+    facts: Level = {"machine": machine()}
+    async with running_server(arguments.checkpoint, flags + arguments.serve) as ours:
+        facts["ready_s"] = round(ours.ready_s, 1)
+        yield ours.url, facts
+    facts["exit_status"] = ours.exit_status
 
 
 class Bench:
@@ -316,9 +308,8 @@ def options() -> argparse.ArgumentParser:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options; what follows `--` is for `widebeam serve`."""
     parser = options()
-    end = argv.index("--") if "--" in argv else len(argv)
-    arguments = parser.parse_args(argv[:end])
-    arguments.serve = argv[end + 1 :]
+    own, serve = split_flags(argv)
+    arguments = parser.parse_args(own, argparse.Namespace(serve=serve))
     if (arguments.serve or arguments.catalog) and not arguments.checkpoint:
         parser.error("--catalog and flags behind -- are for a server that is started: give --checkpoint")
     if arguments.replot and not arguments.plot:

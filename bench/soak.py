@@ -16,7 +16,6 @@ import asyncio
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,21 +24,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
+from servers import counts, machine, running_server, split_flags
 
 from widebeam.client import AsyncClient
-
-
-def machine() -> str:
-    """The GPU's name, or the processor's kind where there is none."""
-    try:
-        out = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, check=True
-        )
-        return out.stdout.decode().splitlines()[0]
-    except (OSError, subprocess.CalledProcessError):
-        return platform.machine()
 
 
 def memory_of(pid: int) -> dict[str, int]:
@@ -52,28 +40,6 @@ def memory_of(pid: int) -> dict[str, int]:
         return {"host": resident}
     used = [line.split(",") for line in out.splitlines()]
     return {"host": resident, "gpu": sum(int(mib) << 20 for owner, mib in used if int(owner) == pid)}
-
-
-async def start_server(arguments: argparse.Namespace) -> tuple[asyncio.subprocess.Process, str, float]:
-    """The server process, its URL, and the seconds until it was ready."""
-    started = time.perf_counter()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "widebeam", "serve", arguments.checkpoint, "--port", "0", *arguments.serve,
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
-    while line := (await process.stdout.readline()).decode():
-        if line.startswith("ready on "):
-            return process, line.removeprefix("ready on ").strip(), time.perf_counter() - started
-    raise SystemExit(f"the server ended with status {await process.wait()}")
-
-
-async def counts(url: str) -> dict[str, float]:
-    """What the server's metrics say of slower ways taken, and of graphs that warm-up had not met."""
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
-        lines = [line.split() for line in (await response.text()).splitlines()]
-    values = {words[0]: float(words[-1]) for words in lines if len(words) == 2}
-    return {name: values[f"widebeam_{name}_total"] for name in ("fallbacks", "late_graphs")}
 
 
 class Soak:
@@ -149,15 +115,11 @@ class Soak:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    process, url, ready_s = await start_server(arguments)
-    try:
-        result = await Soak(arguments).run(url, process.pid)
-    finally:
-        process.terminate()
-        status = await process.wait()
+    async with running_server(arguments.checkpoint, arguments.serve) as server:
+        result = await Soak(arguments).run(server.url, server.pid)
     what = {key: value for key, value in vars(arguments).items() if key != "save"}
     report = {"date": date.today().isoformat(), "machine": machine(), "arguments": what}
-    report |= {"ready_s": round(ready_s, 1), "exit_status": status} | result
+    report |= {"ready_s": round(server.ready_s, 1), "exit_status": server.exit_status} | result
     print(json.dumps(report, indent=2))
     if arguments.save:
         arguments.save.write_text(json.dumps(report, indent=2) + "\n")
@@ -176,7 +138,5 @@ if __name__ == "__main__":
     parser.add_argument("--vary", action="store_true", help="random lengths and widths, with and without the catalog")
     parser.add_argument("--vocab", type=int, default=50_000, help="prompts are drawn from token ids below this")
     parser.add_argument("--save", type=Path)
-    own, _, serve = " ".join(sys.argv[1:]).partition(" -- ")  # what follows -- is for `widebeam serve`
-    arguments = parser.parse_args(own.split())
-    arguments.serve = serve.split()
-    asyncio.run(main(arguments))
+    own, serve = split_flags(sys.argv[1:])
+    asyncio.run(main(parser.parse_args(own, argparse.Namespace(serve=serve))))

@@ -142,9 +142,11 @@ def test_check_tells_what_a_model_can_run_in(checkpoint: Path, monkeypatch: pyte
     monkeypatch.setattr(fp8, "_trial", lambda product, device: None)
     rows = dict(re.split(r"  +", line, maxsplit=1) for line in check(str(checkpoint)).splitlines())
     assert str(checkpoint) in rows["model"]
-    assert all(rows[f"cpu {name}"].startswith("yes") for name in ("bfloat16", "float16", "float32", "fp8"))
+    assert all(rows[f"cpu {name}"].startswith("yes") for name in ("bfloat16", "float16", "float32", "fp8", "fp8 KV"))
     assert rows["cuda:0 bfloat16"].startswith("yes, but attention in plain PyTorch")  # its heads are too small
     assert rows["cuda:0 fp8"].startswith("yes, with bfloat16")
+    assert rows["cuda:0 fp8 KV"].startswith("no: FlashInfer")
+    assert rows["cuda:1 fp8 KV"].startswith("no: ") and "sm_80" in rows["cuda:1 fp8 KV"]
     assert rows["cuda:1 fp8"].startswith("no: ") and "sm_80" in rows["cuda:1 fp8"]
     assert rows["cuda:2 bfloat16"].startswith("no: ") and rows["cuda:2 float16"].startswith("yes")
 

@@ -14,13 +14,14 @@ PACKAGE = Path(__file__).resolve().parent.parent / "widebeam"
 
 def imports(path: Path) -> set[str]:
     """Modules that a file imports when it is imported itself (not inside functions)."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return found
+    return {name for node in ast.parse(path.read_text()).body for name in imported(node)}
+
+
+def imported(node: ast.AST) -> set[str]:
+    """Modules that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    return {node.module} if isinstance(node, ast.ImportFrom) and node.module else set()
 
 
 def files(*patterns: str) -> list[Path]:
@@ -38,10 +39,21 @@ def test_engine_knows_nothing_of_http(path: Path) -> None:
     assert not {name for name in imports(path) if name.startswith(("widebeam.http", "aiohttp", "widebeam.client"))}
 
 
+def test_only_deploy_knows_of_ray() -> None:
+    knowing = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in files("**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if {"ray", "starlette"} & {name.split(".")[0] for name in imported(node)}
+    }
+    assert knowing == {"deploy"}
+
+
 @pytest.mark.parametrize(
     "module",
     ["widebeam.client", "widebeam.http.protocol", "widebeam.engine.scheduler", "widebeam.engine.admission",
-     "widebeam.constraints.catalog", "widebeam.policies", "widebeam.kv.prefix_cache"],
+     "widebeam.constraints.catalog", "widebeam.policies", "widebeam.kv.prefix_cache", "widebeam.kv.rates",
+     "widebeam.deploy.ray_config"],
 )  # fmt: skip
 def test_light_modules_import_no_torch(module: str) -> None:
     """In a fresh process: neither directly nor through anything that they import."""
@@ -56,6 +68,7 @@ DEVICE_SIDE = files(
     "engine/state.py", "engine/pruning.py", "engine/diversity.py", "engine/noise.py", "engine/stochastic.py",
     "model/parallel.py",
 )  # fmt: skip
+DEVICE_SIDE.remove(PACKAGE / "kv" / "copies.py")  # copies beside the waves, which may have to be waited for
 
 
 @pytest.mark.parametrize("path", DEVICE_SIDE, ids=lambda path: path.name)

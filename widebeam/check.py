@@ -90,6 +90,7 @@ def _runs(model: str | None) -> list[tuple[str, str]]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             rows.append((f"{name} {str(dtype).removeprefix('torch.')}", _plain(config, dtype, device)))
         rows.append((f"{name} fp8", _fp8(config, device)))
+        rows.append((f"{name} fp8 KV", _fp8_pages(config, device)))
     return rows
 
 
@@ -120,3 +121,15 @@ def _fp8(config: ModelConfig, device: torch.device) -> str:
         return "yes, with each of these, but slowly: float8 is widened for every product"
     reason = fp8.why_not(config, torch.bfloat16, device)
     return f"no: {reason}" if reason else "yes, with bfloat16 (--quantization fp8)"
+
+
+def _fp8_pages(config: ModelConfig, device: torch.device) -> str:
+    """Whether the context KV pool can be float8."""
+    import torch
+
+    from widebeam.model import fp8
+
+    if device.type == "cpu":
+        return "yes, with each of these, but slowly: float8 is widened whenever it is read"
+    reason = fp8.why_no_pages(config, torch.bfloat16, device)
+    return f"no: {reason}" if reason else "yes, with bfloat16 and float16 (--kv-cache-dtype fp8)"

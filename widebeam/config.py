@@ -46,6 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: Literal["auto", "none", "fp8"] = "auto"
     """Type of the layers' projections. auto: as the checkpoint has them. fp8: float8 weights, quantised at load with a
     scale for each output, and rows quantised per token (W8A8). none: refuse a quantised checkpoint."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the context KV pool. auto: as --dtype. fp8: float8_e4m3fn with a scale for each layer's keys and one
+    for its values, in half the memory."""
     attention_backend: str = "auto"
     """torch, flashinfer, or auto: FlashInfer where it can run this model, else torch."""
     enforce_eager: bool = False
@@ -86,6 +89,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache_eviction: str = "lru"
     """Which of these pages make room first: `lru`, the least recently used; `lfu`, those with the fewest hits; or one
     that an installed package offers by entry points of the group `widebeam.eviction`."""
+    prefix_cache_host_gib: Annotated[float, Meta(ge=0, le=MAX_GIB)] = 0.0
+    """Memory of the host, pinned if there is a GPU, for pages of the prefix cache that have to make room; they come
+    back where that is faster than computing them again. 0: none. Needs prefix_cache on."""
+    check_host_pages: bool = False
+    """Compare pages from the host's memory with a checksum of what was saved, which takes time; for finding faults."""
     page_size: Annotated[int, Meta(ge=1, le=256)] = 64
     """Tokens in a page of the context KV pool."""
     max_total_tokens: Positive | None = None

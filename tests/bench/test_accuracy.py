@@ -59,6 +59,32 @@ def test_the_engine_is_accurate_on_a_random_checkpoint(checkpoint: Path, tmp_pat
     assert "| 12x2x8x2 " in accuracy.markdown(made)
 
 
+def test_float8_pages_are_compared_with_plain_ones(checkpoint: Path, tmp_path: Path) -> None:
+    made = accuracy_report([str(checkpoint), "--cases", "12x2x8x2", "--kv-cache-dtype", "fp8"], tmp_path)
+    found = made["cases"]["12x2x8x2"]
+    assert set(found) == {
+        "alone", "float32", "plain KV", "Hugging Face", "Hugging Face to float32", "scores"
+    }  # fmt: skip
+    assert found["alone"]["overlap"] == 1.0 and found["plain KV"] == found["float32"]
+    assert 1e-4 < found["scores"]["max"] < 0.5
+    assert "KV cache fp8" in accuracy.markdown(made) and "Recall@10" not in accuracy.markdown(made)
+    made["recall"] = {"asked": {"recall@10": 0.25, "standard_error": 0.01, "ndcg@10": 0.125}}
+    assert "| asked      | 0.25      | 0.01           | 0.125   |" in accuracy.markdown(made)
+
+
+def test_what_float8_is_compared_with() -> None:
+    def variants(*options: str) -> dict[str, dict[str, str]]:
+        return accuracy.variants_of(accuracy.options().parse_args(["x", *options]), {})
+
+    q, kv = {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}
+    float32 = {"float32": accuracy.REFERENCE}
+    assert variants() == {"asked": {}} | float32
+    assert variants("--quantization=fp8") == {"asked": q, "unquantised": {}} | float32
+    assert variants("--kv-cache-dtype=fp8") == {"asked": kv, "plain KV": {}} | float32
+    both = variants("--quantization=fp8", "--kv-cache-dtype=fp8")
+    assert both == {"asked": q | kv, "plain KV": q, "unquantised": {}} | float32
+
+
 def test_the_engine_is_accurate_on_a_table_of_sids(tmp_path: Path) -> None:
     folder = tiny.save_checkpoint(tmp_path / "checkpoint", scale=0.3)
     codes = sids_of(30) - 11 - np.arange(tiny.LEVELS) * tiny.CODES

@@ -22,6 +22,7 @@ from widebeam.engine.request import Sequence
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
 from widebeam.engine.staging import PIECE
+from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
 
@@ -150,6 +151,38 @@ def test_an_update_compiles_and_captures_nothing(large_heads: tuple[Path, Catalo
     alone = make_runtime(checkpoint, LONGEST, enforce_eager=True, **WIDE)
     alone.add_catalog(update)
     assert_alike(results(alone, "catalog", update), results(runtime, "catalog", update), EPS)
+
+
+def test_prompts_that_begin_alike(large_heads: tuple[Path, Catalog]) -> None:
+    """Eager cold, compiled cold, and compiled behind pages of it, alone and in company: after warm-up, without making
+    anything."""
+    checkpoint, catalog = large_heads
+    eager = make_runtime(checkpoint, LONGEST, enforce_eager=True, **WIDE)
+    warm = make_runtime(checkpoint, LONGEST, warmup="fast", prefix_cache="on", **WIDE)
+    for runtime in (eager, warm):
+        runtime.add_catalog(catalog)
+    prompts = [np.random.default_rng(seed).integers(0, 150, tokens) for seed, tokens in enumerate((250, 150, 70))]
+
+    def run(runtime: Runtime, *lengths: int) -> tuple[list[list[Sequence]], list[int]]:
+        cut = [prompt[:length] for prompt, length in zip(prompts, lengths, strict=False)]
+        searches = [make_search(prompt, 64, 4, catalog=catalog) for prompt in cut]
+        for search in searches:
+            search.prefix = Prefix.of(search.token_ids, runtime.config.page_size)
+        outcomes = runtime.run([Job(search, 0.0, None) for search in searches])
+        return [o.result.sequences for o in outcomes], [s.num_cached for s in searches]  # type: ignore[union-attr]
+
+    made = None
+    for _ in range(2):
+        wanted = {(70,): [0], (190,): [64], (250, 150, 70): [128, 0, 0], (249, 150, 70): [192, 128, 64]}
+        for lengths, cached in wanted.items():
+            found, hits = run(warm, *lengths)
+            assert hits == cached
+            assert_alike(run(eager, *lengths)[0], found, EPS)
+        warm.check_integrity()
+        warm.flush_prefixes()
+        assert made in (None, made_so_far(warm.device))
+        made = made_so_far(warm.device)
+    assert warm.fallbacks == 0
 
 
 def test_uploads_fill_their_places() -> None:

@@ -76,6 +76,16 @@ def test_auto_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert isinstance(backend, TorchBackend) and fallbacks == 0 and not caplog.records
 
 
+def test_float8_pages_are_never_read_by_plain_pytorch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    flashinfer_is(raising(RuntimeError(NO_COMPILER)), monkeypatch)
+    config = EngineConfig(model="x", kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError) as raised:
+        make_backend(config, CONFIG, 8, torch.bfloat16, CUDA, torch.float8_e4m3fn)
+    assert str(raised.value) == f"--kv-cache-dtype fp8: {NO_COMPILER}"
+    backend, _ = make_backend(config, CONFIG, 8, torch.bfloat16, CPU, torch.float8_e4m3fn)
+    assert isinstance(backend, TorchBackend)
+
+
 @pytest.mark.parametrize("name", ["auto", "flashinfer"])
 @pytest.mark.parametrize("count", [0, 1])
 def test_slower_kernels_of_the_same_backend_count(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class Wave:
         self.jobs = jobs
         self.prefilled, self.done = threading.Event(), threading.Event()
         self.fault: Exception | None = None
+        self.prefill_s = 0.1
         self.launched = SimpleNamespace(wait_for_prefill=partial(self.prefilled.wait, 20))
 
     def outcomes(self) -> list[Outcome]:
@@ -63,9 +64,14 @@ class Bench:
         self.boundaries: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """A launching long wave comes to its next boundary for each."""
         self.dead = threading.Event()
+
+        def nothing(*_: Any) -> None:
+            """There is no prefix cache, and no other rank."""
+
         runtime: Any = SimpleNamespace(
-            limits=LIMITS, launch=self._launch, look_up=lambda search: None, close=lambda: None
-        )
+            limits=LIMITS, launch=self._launch, settle=nothing, look_up=nothing, move_pages=nothing, moves_pages=False,
+            note_prefill=nothing, close=nothing,
+        )  # fmt: skip
         self.worker = Worker(lambda: runtime, self._deliver, self.dead.set)
         self.worker.start()
         self.worker.ready.result(20)

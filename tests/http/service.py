@@ -32,6 +32,21 @@ class Answer:
         return json.loads(self.content)
 
 
+def ask(
+    address: tuple[str, int], method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> Answer:
+    """One request on a connection of its own. A body that is not bytes is sent as JSON."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    try:
+        connection.request(method, path, data, headers or {})
+        response = connection.getresponse()
+        lower = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, lower, response.read())
+    finally:
+        connection.close()
+
+
 @dataclass
 class Service:
     """Engine and server live on the loop of `thread`."""
@@ -51,16 +66,7 @@ class Service:
         return parts.hostname, parts.port
 
     def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        """One request on a connection of its own. A body that is not bytes is sent as JSON."""
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection(*self.address, timeout=30)
-        try:
-            connection.request(method, path, data, headers or {})
-            response = connection.getresponse()
-            lower = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, lower, response.read())
-        finally:
-            connection.close()
+        return ask(self.address, method, path, body, headers)
 
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
         return self.call("POST", path, body, headers)

@@ -1,9 +1,10 @@
-"""A chaos run over prompts that begin alike, with a prefix cache that is too small for them, flushed in between: every
-answer is that of a quiet server without one."""
+"""A chaos run over prompts that begin alike, with a prefix cache that is too small for them and a host tier behind it,
+flushed in between: every answer is that of a quiet server without them."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,11 @@ def quiet(checkpoint: Path, catalogs: tuple[str, str]) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def busy(checkpoint: Path, catalogs: tuple[str, str]) -> Iterator[Service]:
     cache = {"prefix_cache": "on", "page_size": PAGE, "max_total_tokens": POOL}
-    with running_service(checkpoint, catalogs, **SETTINGS, **cache) as service:
+    host = {"prefix_cache_host_gib": 0.01, "check_host_pages": True}
+    with running_service(checkpoint, catalogs, **SETTINGS, **cache, **host) as service:
+        tier = service.engine._runtime.core.tier
+        assert tier is not None
+        tier._copies.bytes_per_s = math.inf  # restores always pay
         yield service
 
 
@@ -122,12 +127,17 @@ async def test_shared_prefixes_harm_nobody(busy: Service, quiet: Service, catalo
     stats = engine.stats()
     assert min(stats.prefix_searches.values()) > REQUESTS / 12
     assert stats.prefix_evicted_pages > 0 and stats.prefix_flushed_pages > 0
+    assert stats.prefix_host_events["restored"] > 0 and not stats.prefix_host_events["corrupt"]
     check_cached_tokens(unharmed, {case.name: answers[case.name].json for case in unharmed})
     await compare(quiet, unharmed, {case.name: answers[case.name].json for case in unharmed})
 
     await on_loop(busy, engine.flush_prefixes())
+    await until(lambda: not engine._runtime.moves_pages)
     context = engine._runtime.core.context
-    assert engine.stats().prefix_cached_pages == 0 and len(context._free) == context.num_pages == POOL // PAGE
+    assert (
+        engine.stats().prefix_cached_pages == engine.stats().prefix_host_pages == 0
+        and len(context._free) == context.num_pages == POOL // PAGE
+    )
 
 
 def check_cached_tokens(cases: list[Case], found: dict[str, Any]) -> None:

@@ -2,94 +2,29 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.http.hostile import GOOD
+from tests.http.process import LEVELS, LONG, Process, starter
 from tests.http.service import Answer, Service, wait_until
 from widebeam.http.server import BROKEN
-
-ROOT = Path(__file__).resolve().parents[2]
-LEVELS = 120
-LONG = {
-    "input_ids": [5] * 20,
-    "catalog": "none",
-    "sampling_params": {"beam_width": 8, "n": 8, "max_new_tokens": LEVELS, "ignore_eos": True},
-}
-SERVE = ("-m", "widebeam", "serve")
-
-
-@dataclass
-class Process:
-    """A server, what it writes, and HTTP to it with a connection for each request."""
-
-    popen: subprocess.Popen[str]
-    log: Path
-    address: tuple[str, int] = ("127.0.0.1", 0)
-
-    def ready(self) -> Process:
-        """Wait until it says where it listens."""
-        assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
-        assert line.startswith("ready on http://127.0.0.1:"), self.log.read_text()
-        self.address = ("127.0.0.1", int(line.rpartition(":")[2]))
-        return self
-
-    def call(self, method: str, path: str, body: Any = None) -> Answer | None:
-        """None: there was nobody to connect to. Everything else that is not a whole answer raises."""
-        connection = http.client.HTTPConnection(*self.address, timeout=60)
-        try:
-            try:
-                connection.connect()
-            except ConnectionRefusedError:
-                return None
-            connection.request(method, path, json.dumps(body))
-            response = connection.getresponse()
-            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
-        finally:
-            connection.close()
-
-    def post(self, path: str, body: Any) -> Answer | None:
-        return self.call("POST", path, body)
-
-    def in_flight(self) -> int:
-        answer = self.call("GET", "/server_info")
-        assert answer is not None
-        return int(answer.json["internal_states"][0]["requests_in_flight"])
 
 
 @pytest.fixture
 def start(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> Iterator[Callable[..., Process]]:
     """Starts processes, and ends what is left of them."""
-    with ExitStack() as stack:
-
-        def begin(*flags: str, python: tuple[str, ...] = SERVE) -> Process:
-            log = tmp_path / f"log-{len(list(tmp_path.iterdir()))}"
-            command = [sys.executable, *python, str(checkpoint), "--catalog", str(catalog_file), "--device", "cpu"]
-            popen = subprocess.Popen(
-                [*command, *flags],
-                stdout=subprocess.PIPE,
-                stderr=stack.enter_context(log.open("w")),
-                text=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},  # others spin on busy cores
-            )
-            stack.enter_context(popen)
-            stack.callback(popen.kill)
-            return Process(popen, log)
-
+    with starter(checkpoint, catalog_file, tmp_path) as begin:
         yield begin
 
 
@@ -200,7 +135,7 @@ main(["serve", *sys.argv[1:]])
 
 def test_a_gpu_that_hangs_for_ever_ends_the_process(start: Callable[..., Process]) -> None:
     """Everybody is answered, the stacks say where it hangs, and the thread that hangs keeps nothing alive."""
-    server = start("--port", "0", "--hang-timeout-s", "3", python=("-c", HANGING)).ready()
+    server = start("--port", "0", "--hang-timeout-s", "3", serve=(sys.executable, "-c", HANGING)).ready()
     answer = server.post("/v1/recommend", GOOD)
     assert answer is not None and answer.status == 200
     with ThreadPoolExecutor(8) as pool:

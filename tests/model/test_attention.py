@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from torch import Tensor
 from widebeam.model.attention import BACKENDS, Plans, context_attention, prefill_attention
 from widebeam.model.config import ModelConfig, RopeConfig
 from widebeam.model.flashinfer import FlashInferBackend, why_not
-from widebeam.model.ops import merge_beams
+from widebeam.model.ops import FP8, merge_beams
 
 Q, K, S = 4, 2, 4
 CONFIG = ModelConfig(
@@ -32,11 +33,11 @@ CASES = [
 backends = pytest.mark.parametrize(("name", "device", "dtype", "D", "eps"), CASES)
 
 
-def make_plans(name: str, device: str, dtype: torch.dtype, D: int) -> Plans:
+def make_plans(name: str, device: str, dtype: torch.dtype, D: int, kv_dtype: torch.dtype | None = None) -> Plans:
     config = msgspec.structs.replace(CONFIG, head_dim=D)
     if name == "flashinfer" and (reason := why_not(config, dtype, torch.device(device))):
         pytest.skip(reason)
-    return Plans(BACKENDS.get(name)(config, S, 64, dtype, torch.device(device)))
+    return Plans(BACKENDS.get(name)(config, S, 64, dtype, torch.device(device), kv_dtype))
 
 
 def naive(q_QD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,6 +117,39 @@ def test_beams_see_their_own_context_and_tokens(
         assert merged.isfinite().all(), "rows that fill the shape must stay finite"
 
 
+@pytest.mark.parametrize("case", [
+    ("torch", "cpu", torch.float32, 8, 1e-5), ("torch", "cpu", torch.bfloat16, 8, 2e-2),
+    *(pytest.param(("flashinfer", "cuda", dtype, D, 2e-2), marks=[gpu, pytest.mark.timeout(600)])
+      for dtype in (torch.bfloat16, torch.float16) for D in (64, 128, 256)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("splits", [1, 2])
+def test_float8_pages_are_read_with_their_scales(case: tuple[str, str, torch.dtype, int, float], splits: int) -> None:
+    """As pages that hold what they stand for; rows of several requests and some that fill the shape."""
+    name, device, dtype, D, eps = case
+    torch.manual_seed(2)
+    k_scale, v_scale, R = 2.0**-7, 0.03, 70
+    plans = make_plans(name, device, dtype, D, FP8)
+    q = torch.randn(R, Q, D, device=device, dtype=dtype)
+    k_pool, v_pool = ((torch.randn(10 * S, K, D, device=device) / scale).to(FP8) for scale in (k_scale, v_scale))
+    k_wide, v_wide = (pool.double().cpu() * scale for pool, scale in ((k_pool, k_scale), (v_pool, v_scale)))
+    plan, handle = plans.context(4, R, splits)
+    pages, widths, lengths = [[3, 1], [5, 7], [2, 6, 4]], [2, 0, 65], [7, 6, 9]
+    plan.plan(widths, lengths, pages)
+    out, lse = context_attention(q.repeat(splits, 1, 1), k_pool, v_pool, handle, k_scale)
+    none = torch.empty(R, 0, dtype=torch.int64, device=device)
+    own = torch.zeros(1, K, D, device=device, dtype=dtype)
+    seen = torch.zeros(1, dtype=torch.int64, device=device)
+    repeated = q.repeat(splits, 1, 1)
+    merged, _ = merge_beams(repeated, out, lse, own, own, none, seen, D**-0.5, plans.lse_scale, False, v_scale)
+    rows = [b for b, width in enumerate(widths) for _ in range(width)]
+    for row, b in enumerate(rows):
+        k, v = (pool.unflatten(0, (-1, S))[pages[b]].flatten(0, 1)[: lengths[b]] for pool in (k_wide, v_wide))
+        expected, expected_lse = naive(q[row], k, v)
+        close(merged[row].view(Q, D), expected, eps)
+        if splits == 1:
+            close(lse[row] * plans.lse_scale, expected_lse, max(eps, 1e-4))
+
+
 @backends
 def test_opcheck(name: str, device: str, dtype: torch.dtype, D: int, eps: float) -> None:
     """Schema, fake kernel and the absence of aliasing, by torch's own checker."""
@@ -159,6 +193,28 @@ def test_kernels_are_tried_in_order(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         FlashInferBackend(*arguments)
 
 
+def test_float8_pages_have_kernels_and_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-2 whatever prefill runs on, and room for a float32 row of each tile of any plan, with its
+    log-sum-exp: tiles of 16, 64 or 128 rows of one key head, as many as rows and requests can need, and two for each
+    multiprocessor at least."""
+    config = msgspec.structs.replace(CONFIG, num_heads=32, num_kv_heads=8, head_dim=128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(FlashInferBackend, "_try", lambda _: None)
+    monkeypatch.setattr("widebeam.model.flashinfer.WORKSPACE_BYTES", 16)
+    plain, backend = (
+        FlashInferBackend(config, S, 64, torch.bfloat16, torch.device("cpu"), kv_dtype) for kv_dtype in (None, FP8)
+    )
+    assert (plain.kernel, plain.context_kernel) == ("fa3", "fa3") and plain.room("fa3", 9999, 17).numel() == 16
+    assert (backend.kernel, backend.context_kernel) == ("fa3", "fa2")
+    for rows, batch in ((2, 2), (16, 17), (256, 68), (8192, 257), (20_480, 17)):
+        room = backend.room("fa2", rows, batch).numel()
+        for tile in (16, 64, 128):
+            tiles = max(2 * 132 // 8, math.ceil(rows * 4 / tile) + batch - 1)
+            assert 32 * tiles * tile * (128 + 1) * 4 + 32 <= room
+    assert backend.room("fa2", 2, 2) is backend.workspace and backend.workspace.numel() == room
+
+
 @gpu
 @pytest.mark.timeout(600)  # kernels are built where none are cached
 def test_the_next_kernels_serve_where_the_first_do_not_build(
@@ -182,7 +238,7 @@ def test_the_next_kernels_serve_where_the_first_do_not_build(
     context = backend.context_plan(2, 3, 1, beside=False)
     context.plan([3], [6], [[2, 1]])
     pool = torch.randn(3 * S, K, 128, device=device, dtype=torch.bfloat16)
-    beams, _ = context.run(q, pool, pool)
+    beams, _ = context.run(q, pool, pool, 1.0)
     keys = pool.unflatten(0, (-1, S))[[2, 1]].flatten(0, 1)[:6]
     for row in range(3):
         expected, expected_lse = naive(q[row], k[: row + 1], v[: row + 1])

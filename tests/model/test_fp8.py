@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.model.test_quantization import rounded, same
 from widebeam.errors import ConfigError
-from widebeam.model import fp8
+from widebeam.model import flashinfer, fp8
 from widebeam.model.config import load_model_config
 from widebeam.model.layers import Linear, scaled_linear
 from widebeam.model.weights import load_model
@@ -46,6 +46,38 @@ def test_what_a_gpu_cannot_do_is_refused(
         ConfigError, match=f"{'the checkpoint is fp8' if stored == 'fp8' else 'quantization fp8'}: .*{words}"
     ):
         fp8.wants_fp8("fp8", bad, dtype, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "sizes", "attention", "words"),
+    [
+        ((8, 0), torch.bfloat16, {}, "auto", "sm_89 .* sm_80"),
+        ((9, 0), torch.float32, {}, "auto", "FlashInfer has no float32 kernels"),
+        ((9, 0), torch.bfloat16, {"head_dim": 80}, "flashinfer", "no kernels for head size 80"),
+        ((9, 0), torch.bfloat16, {"head_dim": 128}, "torch", "by --attention-backend flashinfer here, not by torch"),
+    ],
+)
+def test_pages_that_a_gpu_cannot_read_are_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capability: Any, dtype: torch.dtype, sizes: Any, attention: str,
+    words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(flashinfer.importlib.util, "find_spec", lambda name: name)
+    config = msgspec.structs.replace(load_model_config(checkpoint), **sizes)
+    assert fp8.kv_dtype("auto", attention, config, dtype, CUDA) == dtype
+    with pytest.raises(ConfigError, match=f"^--kv-cache-dtype fp8: .*{words}"):
+        fp8.kv_dtype("fp8", attention, config, dtype, CUDA)
+
+
+def test_who_reads_float8_pages(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(flashinfer.importlib.util, "find_spec", lambda name: name)
+    config = msgspec.structs.replace(load_model_config(checkpoint), head_dim=128)
+    for device, dtypes in ((CPU, (torch.float32, torch.bfloat16)), (CUDA, (torch.float16, torch.bfloat16))):
+        for dtype in dtypes:
+            assert fp8.kv_dtype("fp8", "auto", config, dtype, device) == torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: .*-backend torch here, not by other"):
+        fp8.kv_dtype("fp8", "other", config, torch.float32, CPU)
 
 
 def test_a_product_that_fails_is_refused_with_its_size(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,13 @@ def rotate_args(
     return qkv, angle.cos(), angle.sin(), *norms, EPS, k_pool, v_pool, torch.randperm(T + 3)[:T], Q, K, copies * T
 
 
+def float8_args(T: int, Q: int, K: int, D: int, dtype: torch.dtype, **how: Any) -> tuple[Any, ...]:
+    """The same with pools of float8, and a scale each: half of the keys and a few values are too large for theirs."""
+    args = list(rotate_args(T, Q, K, D, dtype, **how))
+    args[6:8] = (pool.to(FP8) for pool in args[6:8])
+    return *args, 2.0**-10, 3 / 448
+
+
 def merge_args(
     R: int, Q: int, K: int, D: int, dtype: torch.dtype, quantize: bool, *, P: int, J: int, seen: int, base: float = 2.0
 ) -> tuple[Any, ...]:
@@ -184,6 +191,37 @@ def test_rotate_and_store(dtype: torch.dtype, normed: bool, copies: int) -> None
     assert torch.equal(v_pool[untouched], before[1][untouched])
 
 
+@DTYPES
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_float8_pools_keep_three_bits(dtype: torch.dtype, normed: bool) -> None:
+    """Within half a step of what plain pools get, a step being 1/8 of a power of two, and the largest where that is
+    too large; what is not stored is as ever, and other slots stay."""
+    torch.manual_seed(9)
+    T, Q, K, D = 60, 4, 2, 16
+    args = float8_args(T, Q, K, D, dtype, normed=normed)
+    k_pool, v_pool, slot, k_scale, v_scale = (*args[6:9], *args[-2:])
+    before = k_pool.clone(), v_pool.clone()
+    plain = (*args[:6], *(torch.empty(pool.shape, dtype=dtype) for pool in (k_pool, v_pool)), *args[8:-2])
+    for mine, other in zip(rotate_and_store(*args), rotate_and_store(*plain), strict=True):
+        assert torch.equal(mine, other)
+    for pool, exact, scale, was in zip((k_pool, v_pool), plain[6:8], (k_scale, v_scale), before, strict=True):
+        wanted, stored = exact[slot].double() / scale, pool[slot].double()
+        too_large = wanted.abs() > 448
+        assert 0 < too_large.sum() < too_large.numel()
+        assert torch.equal(stored[too_large], wanted[too_large].sign() * 448)
+        half_step = torch.maximum(2.0 ** (wanted.abs().log2().floor() - 4), torch.tensor(2.0**-10))
+        assert ((stored - wanted).abs() <= half_step * 1.001)[~too_large].all()
+        untouched = torch.ones(len(pool), dtype=torch.bool).index_fill(0, slot, False)
+        assert torch.equal(pool[untouched].float(), was[untouched].float())
+
+
+def test_infinite_keys_are_stored_as_the_largest() -> None:
+    args = float8_args(2, 1, 1, 16, torch.float32, normed=False)
+    args[0][:, 32:] = torch.tensor([torch.inf, -torch.inf])[:, None]
+    rotate_and_store(*args)
+    assert args[7][args[8]].float()[:, 0, 0].tolist() == [448, -448]
+
+
 def test_rotate_and_store_without_queries() -> None:
     torch.manual_seed(4)
     both = rotate_args(5, 4, 2, 16, torch.float32, copies=2)
@@ -224,6 +262,8 @@ def test_merge_beams_is_softmax_over_all_keys(
     assert no_scale.shape == (0,)
     quantized = merge_beams(*args, True)
     assert all(map(torch.equal, (t.float() for t in quantized), (t.float() for t in quantize_rows(merged))))
+    divided = merge_beams(args[0], args[1] / 4, *args[2:], False, 4.0)
+    assert torch.equal(divided[0], merged)
 
 
 # the kernels
@@ -246,6 +286,9 @@ def test_opcheck(device: str, dtype: torch.dtype, quantize: bool) -> None:
     for Q, copies in ((4, 1), (4, 3), (0, 2)):
         args = rotate_args(5, Q, 2, 16, dtype, normed=quantize, copies=copies)
         torch.library.opcheck(rotate_and_store, to(device, args))
+        args = float8_args(5, Q, 2, 16, dtype, normed=quantize, copies=copies)
+        able = ("test_faketensor", "test_aot_dispatch_dynamic")  # test_schema cannot compare float8
+        torch.library.opcheck(rotate_and_store, to(device, args), test_utils=able)
 
 
 @pytest.mark.gpu
@@ -294,6 +337,20 @@ def test_rotate_and_store_on_cuda(
 
 @pytest.mark.gpu
 @DTYPES
+@HEADS
+def test_float8_pools_on_cuda(dtype: torch.dtype, Q: int, K: int, D: int) -> None:
+    """As on the CPU, but for keys that rounding put to the other side of a step."""
+    torch.manual_seed(10)
+    args = float8_args(300, Q, K, D, dtype)
+    on_cuda = to("cuda", args)
+    for actual, expected in zip(rotate_and_store(*on_cuda), rotate_and_store(*args), strict=True):
+        close(actual, expected, 2 * ROUNDINGS[dtype])
+    close_rows((on_cuda[6].cpu(), torch.ones(1)), (args[6], torch.ones(1)), 0)
+    assert torch.equal(on_cuda[7].cpu().float(), args[7].float())
+
+
+@pytest.mark.gpu
+@DTYPES
 @QUANTIZE
 @HEADS
 @pytest.mark.parametrize(
@@ -306,4 +363,5 @@ def test_merge_beams_on_cuda(
     args = merge_args(R, Q, K, D, dtype, quantize, P=P, J=J, seen=seen)
     if seen == 0:  # a row needs something
         args[2][:R], args[1][:R] = 1.0, 0.5
+    args = (*args, 0.75)
     close_rows(merge_beams(*to("cuda", args)), merge_beams(*args), max(2 * ROUNDINGS[dtype], 5e-6))

@@ -184,7 +184,10 @@ UNSUPPORTED = [
     ("ignore", ["lm_head", "model.layers.0.mlp.down_proj"], "ignore .*down_proj.* only .*lm_head"),
     ("ignore", [], "ignore"),
     ("format", "pack-quantized", "format 'pack-quantized'"),
-    ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme"),
+    ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme.type None .* only 'float'"),
+    ("kv_cache_scheme", COMMON | {"strategy": "attn_head", "dynamic": False}, "kv_cache_scheme.strategy 'attn_head'"),
+    ("kv_cache_scheme", COMMON | {"strategy": "tensor", "dynamic": True}, "kv_cache_scheme.dynamic True"),
+    ("kv_cache_scheme", "fp8", "kv_cache_scheme 'fp8' is not an object"),
     ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config"),
     ("config_groups.group_1", {"targets": ["Linear"]}, "group_1"),
     ("config_groups.group_0.targets", ["re:.*mlp.*"], "targets"),
@@ -230,7 +233,7 @@ def test_block_scaled_fp8_is_refused_by_name(checkpoint: Path, tmp_path: Path) -
 DOWN = "model.layers.0.mlp.down_proj"
 TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "static": ({f"{DOWN}.input_scale": torch.ones(1)}, "input_scale.*static scales"),
-    "cache": ({"model.layers.0.self_attn.k_scale": torch.ones(1)}, "k_scale.*KV cache"),
+    "cache": ({"model.layers.0.self_attn.k_scale": torch.ones(1)}, "k_scale.*no kv_cache_scheme"),
     "block": ({f"{DOWN}.weight_scale_inv": torch.ones(1, 1)}, "weight_scale_inv.*block-scaled"),
     "group": ({f"{DOWN}.weight_scale": torch.ones(32, 3)}, r"weight_scale' is \[32, 3\]"),
     "no scale": ({f"{DOWN}.weight_scale": None}, "1 tensors are missing, among them .*weight_scale"),
@@ -254,6 +257,56 @@ def test_quantised_tensors_that_the_config_does_not_mention_are_refused(checkpoi
     (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"float8_e4m3fn|does not say"):
         load_model(folder, load_model_config(folder), torch.float32, CPU, fp8=True)
+
+
+def save_kv_scales(folder: Path, to: Path, changes: dict[str, Tensor | None] | None = None) -> Path:
+    """The checkpoint as llm-compressor writes it with a scheme for the KV cache: layer n has scales 2^-n and 3 + n."""
+    save_per_channel(folder, to)
+    scales: dict[str, Tensor | None] = {}
+    for n in range(3):
+        at = f"model.layers.{n}.self_attn"
+        scales |= {f"{at}.k_scale": torch.tensor(2.0**-n).bfloat16(), f"{at}.v_scale": torch.tensor([3.0 + n])}
+    tensors = load_file(to / "model.safetensors") | scales | (changes or {})
+    save_file({name: t for name, t in tensors.items() if t is not None}, to / "model.safetensors")
+    raw = json.loads((to / "config.json").read_text())
+    raw["quantization_config"]["kv_cache_scheme"] = COMMON | {
+        "strategy": "tensor",
+        "dynamic": False,
+        "observer": "minmax",
+    }
+    (to / "config.json").write_text(json.dumps(raw))
+    return to
+
+
+def test_scales_of_a_kv_cache_are_loaded_and_used(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_kv_scales(checkpoint, tmp_path / "m")
+    expected = tuple((2.0**-n, 3.0 + n) for n in range(3))
+    assert load_model(folder, load_model_config(folder), torch.float32, CPU).kv_scales == expected
+    caplog.set_level("INFO", "widebeam")
+    for setting, used, words in (("fp8", expected, "the checkpoint's scales"), ("auto", ((1, 1),) * 3, "would use")):
+        config = EngineConfig(model=str(folder), device="cpu", kv_cache_dtype=setting, max_wave_tokens=64)
+        context = Runtime(config, folder, load_model_config(folder), 64).core.context
+        assert tuple(context.scales(n) for n in range(3)) == used
+        assert words in caplog.messages[0]
+        caplog.clear()
+
+
+SCALES: dict[str, tuple[Tensor | None, str]] = {
+    "missing": (None, "1 tensors are missing, among them .*layers.1.self_attn.k_scale"),
+    "one a head": (torch.ones(2), r"layers.1.self_attn.k_scale' is \[2\], but config.json makes it \[1\]"),
+    "zero": (torch.zeros(1), "scale of keys or values .*k_scale.* is not positive"),
+    "nan": (torch.tensor(torch.nan), "is not positive"),
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_scales_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path, case: str) -> None:
+    scale, words = SCALES[case]
+    folder = save_kv_scales(checkpoint, tmp_path / "m", {"model.layers.1.self_attn.k_scale": scale})
+    with pytest.raises(CheckpointError, match=words):
+        load_model(folder, load_model_config(folder), torch.float32, CPU)
 
 
 # settings

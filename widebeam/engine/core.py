@@ -13,6 +13,7 @@ from widebeam.engine.state import BeamState
 from widebeam.errors import EngineDead
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
+from widebeam.kv.host import HostTier
 from widebeam.model.attention import Plans
 from widebeam.model.qwen3 import Qwen3
 
@@ -49,3 +50,5 @@ class Core:
     programs: Programs
     catalogs: CatalogArena
     masks: MaskPool
+    tier: HostTier | None = None
+    """The prefix cache's pages in the host's memory."""

@@ -1,4 +1,4 @@
-"""The engine as servers and notebooks use it: start, submit, recommend, drain, stop. Knows nothing of HTTP.
+"""The engine as servers and notebooks use it: start, submit, drain, stop. Knows nothing of HTTP.
 
 Lives on one asyncio event loop; the device belongs to the worker's thread. Admission, cancellation and deadlines are
 decided here, without touching the device.
@@ -10,7 +10,6 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
@@ -25,14 +24,15 @@ from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.filter_spec import Filters
 from widebeam.constraints.filters import allowed_items
-from widebeam.engine.admission import Limits, admit, make_params, opened_prompt
+from widebeam.engine.admission import Limits, admit, make_params
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
 from widebeam.engine.live_catalogs import LiveCatalogs
 from widebeam.engine.prompts import Prompts
 from widebeam.engine.ranks import Ranks, torchrun_place
-from widebeam.engine.request import NO_CATALOG, SearchParams, SearchResult
-from widebeam.engine.results import Prefilled, Recommendation, no_result, ranked_items
+from widebeam.engine.recommending import Recommending
+from widebeam.engine.request import SearchParams, SearchResult
+from widebeam.engine.results import no_result
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
 from widebeam.engine.spawn import Followers
@@ -63,7 +63,7 @@ from widebeam.policies import POLICIES
 State = Literal["starting", "ready", "draining", "stopped", "dead"]
 
 
-class Engine(Blocking):
+class Engine(Recommending, Blocking):
     """A model, its catalogs and a queue of searches.
 
     `Engine("path/to/model", catalog="items.parquet")`, or an EngineConfig. Use it as an asynchronous context manager,
@@ -315,90 +315,6 @@ class Engine(Blocking):
                 aborted += 1
         return aborted
 
-    async def recommend(
-        self,
-        *,
-        history: Seq[int | str] | None = None,
-        prompt: str | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        input_ids: Seq[int] | None = None,
-        n: int = 10,
-        fields: Seq[str] = (),
-        unknown_items: Literal["ignore", "refuse"] = "ignore",
-        exclude_history: bool = False,
-        params: SearchParams | None = None,
-    ) -> Recommendation:
-        """Ranked items for a history of item ids, or for a prompt in one of three forms. Raises RequestError.
-
-        `n` counts items; `params.n` is replaced by it. Without a width in `params` the beam is default_beam_width wide.
-        With `exclude_history` no item of the history comes back.
-        """
-        self._check_ready()
-        params = params or SearchParams()
-        catalog = self._catalog(params.catalog)
-        catalog.check_fields(fields)
-        if unknown_items not in ("ignore", "refuse"):
-            raise InvalidRequest(f"unknown_items is {unknown_items!r}: ignore or refuse", param="unknown_items")
-        if params.beam_width is None and (params.policy is None or params.policy.widths is None):
-            width = min(max(self.config.default_beam_width, n), self.config.max_beam_width)
-            params = msgspec.structs.replace(params, beam_width=width)
-        if exclude_history and history is None:
-            raise InvalidRequest("exclude_history needs a history", param="exclude_history")
-        made = await self._prompts.make(catalog, self._room(catalog), history, prompt, messages, input_ids)
-        if made.unknown and unknown_items == "refuse":
-            raise InvalidRequest(f"unknown items in history: {made.unknown[:5]}", code="unknown_item", param="history")
-        if exclude_history and history is not None:
-            params = _denying(params, set(history).difference(made.unknown))
-        result = await self.submit(made.token_ids, msgspec.structs.replace(params, n=n), catalog=catalog)
-        items = ranked_items(catalog, result.sequences, n, fields, result.mask)
-        result.warnings += made.warnings
-        return Recommendation(items=items, result=result, unknown_items=made.unknown, num_history=made.num_used)
-
-    async def prefill(
-        self,
-        *,
-        history: Seq[int | str] | None = None,
-        prompt: str | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        input_ids: Seq[int] | None = None,
-        catalog: str | None = None,
-        cache_salt: str | None = None,
-        ttl_s: float | None = None,
-        timeout_ms: int | None = None,
-        priority: int = 0,
-        request_id: str | None = None,
-    ) -> Prefilled:
-        """Compute the prompt that `recommend` makes of the same, for the prefix cache. Raises RequestError.
-
-        `ttl_s`: seconds within which that is likely to be asked for. The others are as in SearchParams.
-        """
-        self._check_ready()
-        if self.config.prefix_cache == "off":
-            raise InvalidRequest(
-                "there is no prefix cache to fill: start with --prefix-cache on", code="no_prefix_cache"
-            )
-        offered = self._catalog(catalog)
-        made = await self._prompts.make(offered, self._room(offered), history, prompt, messages, input_ids)
-        token_ids = opened_prompt(made.token_ids, offered, self._limits)
-        params = SearchParams(  # one token, which nobody sees, is the least that follows a prompt
-            max_new_tokens=1, catalog=NO_CATALOG, ignore_eos=True, cache_salt=cache_salt, ttl_s=ttl_s,
-            timeout_ms=timeout_ms, priority=priority, request_id=request_id,
-        )  # fmt: skip
-        result = msgspec.structs.replace(await self.submit(token_ids, params), sequences=[])
-        result.warnings += made.warnings
-        page = self.config.page_size
-        return Prefilled(result=result, cacheable_tokens=(result.prompt_tokens - 1) // page * page)
-
-    def _catalog(self, name: str | None) -> Catalog:
-        """The current version of the catalog that is recommended from."""
-        if (catalog := self.catalogs.get(name)) is None:
-            raise InvalidRequest("there is no catalog to recommend from", code="no_catalog", param="catalog")
-        return catalog
-
-    def _room(self, catalog: Catalog) -> int:
-        """Tokens that a history may have, beside the items that are searched behind it."""
-        return self.max_context_len - catalog.depth - (catalog.markers.begin is not None)
-
     # Text
 
     @property
@@ -477,9 +393,3 @@ class Engine(Blocking):
             if not future.done():
                 future.set_exception(EngineDead("the GPU thread died"))
         self.died.set()
-
-
-def _denying(params: SearchParams, ids: Iterable[int | str]) -> SearchParams:
-    """The same search without these items."""
-    filters = params.filters or Filters()
-    return msgspec.structs.replace(params, filters=msgspec.structs.replace(filters, deny=(*(filters.deny or ()), *ids)))

@@ -96,10 +96,13 @@ class Flight:
     started: float
     """When launching began, monotonic seconds."""
     stopping: Callable[[], bool]
+    prefill_s: float | None = None
+    """Time of its prefill, once its outcomes are known."""
 
     def outcomes(self) -> list[Outcome]:
         """Wait for the device: exactly one outcome for each job. Raises torch.AcceleratorError if the device broke."""
         result = self.launched.result()
+        self.prefill_s = result.prefill_ms / 1e3
         if not result.cut_short:
             return _outcomes(self.jobs, result, self.started)
         if self.stopping():

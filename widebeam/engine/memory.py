@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch
 
 from widebeam.config import EngineConfig
 from widebeam.errors import ConfigError
+from widebeam.kv.copies import PageCopies
 from widebeam.model.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -57,17 +59,18 @@ def measured_sizes(
     model: ModelConfig,
     max_context_len: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     largest_waves: Callable[[PoolSizes], None],
     graphs: bool,
 ) -> PoolSizes:
     """Run `largest_waves` on the least pools, then give the context pool what memory is left. Raises ConfigError.
 
-    With `graphs` the work space counts twice: what they captured is theirs alone.
+    `kv_dtype` is that of context pages. With `graphs` the work space counts twice: what they captured is theirs alone.
     """
     least = least_sizes(config, max_context_len)
-    token_bytes = model.kv_elements_per_token * dtype.itemsize
-    page_bytes, beam_bytes = token_bytes * config.page_size, token_bytes * least.beam_slots
+    page_bytes = model.kv_elements_per_token * kv_dtype.itemsize * config.page_size
+    beam_bytes = model.kv_elements_per_token * dtype.itemsize * least.beam_slots
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)
@@ -101,3 +104,34 @@ def measured_sizes(
         base / 2**30, work_bytes / 2**30, beam_bytes / 2**30, pages * page_bytes / 2**30, pages * config.page_size,
     )  # fmt: skip
     return PoolSizes(pages, least.beam_slots)
+
+
+def make_host_pages(
+    config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype, device: torch.device
+) -> PageCopies | None:
+    """The prefix cache's room in the host's memory, with two small buffers on the device; None: there is to be none.
+
+    Made before the KV pools, which get what is left. Raises ConfigError.
+    """
+    gib = config.prefix_cache_host_gib
+    if not gib:
+        return None
+    if config.prefix_cache == "off":
+        raise ConfigError(
+            f"--prefix-cache-host-gib {gib:g} is for pages of the prefix cache, and there is none: say "
+            f"--prefix-cache on, or leave it at 0"
+        )
+    layer_bytes = config.page_size * model.kv_elements_per_token * kv_dtype.itemsize // (2 * model.num_layers)
+    page_bytes = 2 * model.num_layers * layer_bytes
+    num_pages, memory = int(gib * 2**30) // page_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not num_pages or num_pages * page_bytes > memory:
+        raise ConfigError(
+            f"--prefix-cache-host-gib {gib:g} must be from {page_bytes / 2**30:.3g}, for a page of --page-size "
+            f"{config.page_size} tokens, to {memory / 2**30:.4g}, all that the host has"
+        )
+    copies = PageCopies(model.num_layers, layer_bytes, num_pages, device, config.check_host_pages)
+    log.info(
+        "%.2f GiB of the host's memory hold %d tokens, which come back at %.1f GB/s",
+        num_pages * page_bytes / 2**30, num_pages * config.page_size, copies.bytes_per_s / 1e9,
+    )  # fmt: skip
+    return copies

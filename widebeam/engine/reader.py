@@ -32,6 +32,8 @@ class Progress(NamedTuple):
 
     jobs: list[Job]
     step: Step
+    prefill_s: float | None = None
+    """Time of its prefill, of a wave that is done."""
 
 
 class Reader:
@@ -60,7 +62,7 @@ class Reader:
             except Exception as error:  # the device is broken, which it says when it is waited for
                 self._report(error)
                 return
-            self._report(Progress(flight.jobs, Step.DONE))
+            self._report(Progress(flight.jobs, Step.DONE, flight.prefill_s))
             del flight  # it would hold its jobs and their catalog until the next one comes
 
     @staticmethod

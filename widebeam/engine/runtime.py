@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,23 +24,26 @@ from widebeam.engine.compile import (
 )
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Flight
+from widebeam.engine.kv_scales import choose_scales
 from widebeam.engine.leader import Leader
-from widebeam.engine.memory import PoolSizes, least_sizes, measured_sizes, require_room_for_weights
+from widebeam.engine.memory import PoolSizes, least_sizes, make_host_pages, measured_sizes, require_room_for_weights
 from widebeam.engine.ranks import Ranks
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import ALONE, Between, launch_wave
-from widebeam.engine.shapes import GROUP_TOKENS, request_rung
+from widebeam.engine.shapes import GROUP_TOKENS, request_rung, token_rung
 from widebeam.engine.startup import choose_device, choose_dtype, make_backend, spare_cublas_workspace
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import ConfigError, OutOfMemory
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
+from widebeam.kv.host import HostTier
 from widebeam.kv.prefix_cache import PrefixCache, PrefixStats
+from widebeam.kv.rates import HostStats
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
-from widebeam.model.fp8 import wants_fp8
+from widebeam.model.fp8 import kv_dtype, wants_fp8
 from widebeam.model.parallel import WHOLE
 from widebeam.model.weights import load_model, weight_bytes
 
@@ -75,10 +78,13 @@ class Runtime:
             )
         started = time.perf_counter()
         fp8 = wants_fp8(config.quantization, model_config, self.dtype, self.device)
+        self._kv_dtype = kv_dtype(
+            config.kv_cache_dtype, config.attention_backend, model_config, self.dtype, self.device
+        )
         needed = weight_bytes(model_config, self.dtype, fp8=fp8)
         require_room_for_weights(needed, self.device, config.gpu_memory_utilization)
         pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
-        backend, self._fallbacks = make_backend(config, model_config, pages, self.dtype, self.device)
+        backend, self._fallbacks = make_backend(config, model_config, pages, self.dtype, self.device, self._kv_dtype)
         self.info = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
@@ -90,11 +96,13 @@ class Runtime:
             ranks.agree({"the checkpoint's config": model_config, "settings": config, "what they can do": self.info})
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8, shard=shard)
         self._catalogs, self._masks = self._rooms()
+        host_pages = make_host_pages(config, model_config, self._kv_dtype, self.device)
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
         if self._compiles and not backend.replayable:
             log.warning("nothing is compiled or captured: the attention backend can do neither")
             self._compiles, self._fallbacks = False, self._fallbacks + 1
         self._plans = Plans(backend)
+        self._scales = choose_scales(self._model, self._plans, max_context_len) if self._kv_dtype != self.dtype else ()
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
         self._state = BeamState(
@@ -106,6 +114,7 @@ class Runtime:
                 model_config,
                 max_context_len,
                 self.dtype,
+                self._kv_dtype,
                 self.device,
                 self._run_largest_waves,
                 graphs=self._compiles,
@@ -122,6 +131,8 @@ class Runtime:
             self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
             self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
         self._warmed_up = self._prefix_stats()
+        if host_pages is not None:
+            self.core.tier = HostTier(self.core.context, host_pages, config.prefix_cache_eviction)
 
     def _rooms(self) -> tuple[CatalogArena, MaskPool]:
         """Those of catalogs and masks: taken before the KV pools, which get what is left."""
@@ -141,7 +152,9 @@ class Runtime:
         config, model = self.config, self._model_config
         kept = config.prefix_cache == "on"
         cache = PrefixCache(config.page_size, config.prefix_cache_eviction) if kept else None
-        context = ContextKV(model, sizes.context_pages, config.page_size, self.dtype, self.device, cache)
+        context = ContextKV(
+            model, sizes.context_pages, config.page_size, self._kv_dtype, self.device, cache, self._scales
+        )
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
         return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)
 
@@ -203,9 +216,38 @@ class Runtime:
         if search.prefix is not None and (cache := self.core.context.cache) is not None:
             search.num_cached = cache.peek(search.prefix)
 
+    def move_pages(self, waiting: Iterable[Search]) -> None:
+        """Between waves: bring back pages of the prefix cache for searches in the queue, oldest first, and save those
+        that are not saved yet. Waits for none."""
+        if self.core.tier is not None:
+            self.core.tier.prefetch(waiting)
+            self.core.tier.save()
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether copies of pages run: nothing else tells when they are over."""
+        return self.core.tier is not None and self.core.tier.busy
+
+    def note_prefill(self, jobs: list[Job], seconds: float) -> None:
+        """A wave of these jobs has taken so long to prefill."""
+        if self.core.tier is not None:
+            self.core.tier.prefill_rate.note(sum(job.search.num_new for job in jobs), seconds)
+
     def flush_prefixes(self, salt: bytes | None = None) -> None:
         """Nothing that was computed so far is used again; `salt`: nothing of this salt."""
         self.core.context.flush(salt)
+        if self.core.tier is not None:
+            self.core.tier.flush(salt)
+
+    @property
+    def host_stats(self) -> HostStats:
+        """All 0 without a host tier. On any thread."""
+        return self.core.tier.stats if self.core.tier is not None else HostStats()
+
+    def settle(self) -> None:
+        """Wait for copies of pages, before memory that they read or write goes away."""
+        if self.core.tier is not None:
+            self.core.tier.settle()
 
     @property
     def prefix_stats(self) -> PrefixStats:
@@ -257,6 +299,8 @@ class Runtime:
                     launched = launch_wave(self.core, wave, trie, self._leader.telling(between))
         finally:
             self._release(self.core, wave, keep=launched is not None)
+        if self.core.tier is not None:
+            self.core.tier.save()
         if self._captures:
             self._captures.note()
         return Flight(jobs, launched, started, stopping)
@@ -275,18 +319,28 @@ class Runtime:
         core = self.core
         for pool in (core.context, core.beams, core.catalogs, core.masks):
             pool.check_integrity()
-        if core.context.pages_used or core.beams.used or core.masks.used:
+        in_flight = 0
+        if core.tier is not None:
+            core.tier.check_integrity()
+            in_flight = core.tier.pages_in_flight
+        if core.context.pages_used != in_flight or core.beams.used or core.masks.used:
             raise RuntimeError(
-                f"{core.context.pages_used} pages, {core.beams.used} beam slots and {core.masks.used} places of masks "
-                f"are held when idle"
+                f"{core.context.pages_used - in_flight} pages, {core.beams.used} beam slots and {core.masks.used} "
+                f"places of masks are held when idle"
             )
 
     @staticmethod
     def _acquire(core: Core, wave: Wave) -> None:
         """Reserve everything that the wave will need. The scheduler has counted, so a shortage is a bug."""
-        leases = core.context.acquire_together([(search.num_tokens, search.prefix) for search in wave.searches])
+        wanted = [(search.num_tokens, search.prefix) for search in wave.searches]
+        leases = core.context.acquire_together(wanted)
+        if leases is None and core.tier is not None:
+            core.tier.make_room()
+            leases = core.context.acquire_together(wanted)
         for search, lease in zip(wave.searches, leases or (), strict=leases is not None):
             search.lease, search.num_cached = lease, lease.num_cached
+        if core.tier is not None:
+            core.tier.begin_wave(leases or ())
         wave.beam_lease = core.beams.acquire(wave.beam_slots)
         wave.mask_lease = core.masks.acquire(wave.mask_places)
         if None in (wave.beam_lease, wave.mask_lease) or any(search.lease is None for search in wave.searches):
@@ -295,10 +349,15 @@ class Runtime:
     @staticmethod
     def _release(core: Core, wave: Wave, keep: bool) -> None:
         """`keep`: what its prompts left in ContextKV may be used again."""
+        if core.tier is not None:
+            core.tier.end_wave([search.lease for search in wave.searches if search.lease is not None])
         for search in wave.searches:
             if search.lease is not None:
+                prefix = search.lease.prefix
                 core.context.release(search.lease, keep, search.keep_until)
                 search.lease = None
+                if core.tier is not None and keep and prefix is not None:
+                    core.tier.offer(prefix, search.keep_until)
         if wave.beam_lease is not None:
             core.beams.release(wave.beam_lease)
             wave.beam_lease = None
@@ -313,6 +372,8 @@ class Runtime:
         limits = self._limits_of(core)
         tokens = max(min(config.max_wave_tokens, GROUP_TOKENS), self._max_context_len)
         rows = warmup.row_sizes(limits, min(config.max_beam_width, vocab_size), 2)[-1]
+        if core.context.cache is not None:  # attention over prefixes may need the largest room of all
+            self._plans.context(request_rung(1), token_rung(tokens), 1, beside=True)
         for searches in (
             warmup.wave(1, 1, min(tokens, sizes.context_pages * config.page_size), vocab_size, levels=(2,)),
             warmup.wave(rows, config.max_beam_width, 1, vocab_size, levels=(2,), stops=True),

@@ -7,7 +7,7 @@ among those of the fewest levels, among those the oldest; but a job that younger
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from widebeam.constraints.filters import ItemMask
@@ -197,6 +197,11 @@ class Scheduler:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    @property
+    def waiting(self) -> Iterator[Search]:
+        """The searches of the queue that somebody still waits for, oldest first."""
+        return (job.search for job in self._queue if not job.cancelled)
 
     def add(self, job: Job) -> None:
         self._queue.append(job)

@@ -95,18 +95,24 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
 
 
 def make_backend(
-    config: EngineConfig, model: ModelConfig, max_pages: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    max_pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[AttentionBackend, int]:
     """The attention backend that was asked for, or the fastest that runs here, and how many faster ones failed.
 
-    Raises ConfigError if one was asked for by name and does not run.
+    `kv_dtype`: that of context pages, if it is another. Raises ConfigError if a backend was asked for by name and does
+    not run, or if a GPU has none that reads the pages.
     """
     name = config.attention_backend
     try:
         factory = BACKENDS.get("flashinfer" if name == "auto" else name)
     except KeyError as error:
         raise ConfigError(str(error.args[0])) from None
-    arguments = (model, config.page_size, max_pages, dtype, device)
+    arguments = (model, config.page_size, max_pages, dtype, device, kv_dtype)
     reason = why_not(model, dtype, device) if name in ("auto", "flashinfer") else None
     if reason is None:
         try:
@@ -119,5 +125,7 @@ def make_backend(
     if name != "auto":
         raise ConfigError(f"--attention-backend {name}: {reason}")
     if device.type == "cuda":
+        if kv_dtype not in (None, dtype):
+            raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype}: {reason}")
         log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
     return BACKENDS.get("torch")(*arguments), int(device.type == "cuda")

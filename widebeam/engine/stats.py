@@ -22,6 +22,8 @@ OUTCOMES = (
 )  # fmt: skip
 """How an accepted request may end: with a result, or with an error of the class that has this code. Of what is invalid,
 filters alone are looked at so late."""
+HOST_EVENTS = ("saved", "dropped", "restored", "declined", "evicted", "corrupt", "failed")
+"""What may happen to pages of the host tier: counts of HostStats."""
 COUNTS = tuple(2**power for power in range(9))
 """Requests of a wave: up to 256."""
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -129,14 +131,31 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_searches: dict[str, int]
     """Prompts that could share pages, by whether they found any in the prefix cache: hit or miss."""
     prefix_hit_tokens: int
-    """Prompt tokens that were not computed again, and next those that were."""
+    """Prompt tokens that were not computed again."""
+    prefix_restored_tokens: int
+    """Those of them that had come back from the host's memory."""
     prefix_miss_tokens: int
+    """Prompt tokens that were computed."""
     prefix_evicted_pages: int
     """Cached pages that made room, and next those that a flush dropped."""
     prefix_flushed_pages: int
     prefix_cached_pages: int
     prefix_idle_pages: int
-    """Of these, the ones that no wave holds."""
+    """Of these, the ones that neither a wave nor a copy holds."""
+    prefix_host_events: dict[str, int]
+    """Pages of the host tier, by what happened to them, as HostStats says."""
+    prefix_host_waits: int
+    """Waves for which the host waited until copies let go of pages."""
+    prefix_host_pages: int
+    prefix_host_bytes: int
+    """That these pages take."""
+    prefix_host_limit_bytes: int
+    prefix_transfer_bytes: dict[str, int]
+    """Copied to_host and to_device, and next the time that it took."""
+    prefix_transfer_seconds: dict[str, float]
+    prefix_restore_bytes_per_second: float
+    """From the host to the device, measured at start; next the rate of prefill that it is compared with."""
+    prefix_prefill_tokens_per_second: float
     distributions: Distributions
 
 
@@ -147,7 +166,7 @@ def engine_stats(
     in_use, refused, scheduler = budgets.in_use, budgets.refused, worker.scheduler
     on_device = worker.on_device
     context, beams, catalogs = runtime.core.context, runtime.core.beams, runtime.core.catalogs
-    prefix = runtime.prefix_stats
+    prefix, host = runtime.prefix_stats, runtime.host_stats
     return EngineStats(
         requests_in_flight=in_use["requests"],
         rows_in_flight=in_use["rows"],
@@ -185,10 +204,20 @@ def engine_stats(
         catalog_bytes=catalogs.size_bytes,
         prefix_searches={"hit": prefix.hit_requests, "miss": prefix.miss_requests},
         prefix_hit_tokens=prefix.hit_tokens,
+        prefix_restored_tokens=prefix.restored_tokens,
         prefix_miss_tokens=prefix.miss_tokens,
         prefix_evicted_pages=prefix.evicted_pages,
         prefix_flushed_pages=prefix.flushed_pages,
         prefix_cached_pages=prefix.cached_pages,
         prefix_idle_pages=prefix.idle_pages,
+        prefix_host_events={name: getattr(host, name) for name in HOST_EVENTS},
+        prefix_host_waits=host.waits,
+        prefix_host_pages=host.pages,
+        prefix_host_bytes=host.pages * host.page_bytes,
+        prefix_host_limit_bytes=host.size_bytes,
+        prefix_transfer_bytes={"to_host": host.bytes_to_host, "to_device": host.bytes_to_device},
+        prefix_transfer_seconds={"to_host": host.seconds_to_host, "to_device": host.seconds_to_device},
+        prefix_restore_bytes_per_second=host.restore_bytes_per_s,
+        prefix_prefill_tokens_per_second=host.prefill_tokens_per_s,
         distributions=scheduler.distributions.copy(),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from widebeam.engine.core import Core
 from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.kv.beam import ancestor_slots
-from widebeam.kv.pools import Pools
+from widebeam.kv.pools import Pools, Scales
 from widebeam.model.attention import context_attention, prefill_attention
 from widebeam.model.layers import Stream
 from widebeam.model.ops import merge_beams, quantize_rows
@@ -44,13 +44,13 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | No
 
     def attend_in(layer: int) -> Attend:
         def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
-            rows, pools = qkv.shape[0], core.context.pools.of(layer)
+            rows, pools, scales = qkv.shape[0], core.context.pools.of(layer), core.context.scales(layer)
             query_rows = rows if reuse is None else reuse.query_rows
-            q, k_TKD = attention.place(layer, qkv, rotation, pools, slot_T, query_rows)
+            q, k_TKD = attention.place(layer, qkv, rotation, pools, slot_T, query_rows, scales)
             out_TQD, lse_TQ = prefill_attention(q[:rows], k_TKD, attention.values(qkv), plan)
             if reuse is None:
-                return _rows_for(attention, out_TQD)
-            return _behind_prefixes(core, prompts, reuse, q, out_TQD, lse_TQ, pools)
+                return rows_for(attention, out_TQD)
+            return _behind_prefixes(core, prompts, reuse, q, out_TQD, lse_TQ, pools, scales)
 
         return attend
 
@@ -67,13 +67,13 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -
     `plan` is the handle of a ContextPlan that gives each request one row.
     """
     model, layer, pools = core.model, core.model.config.num_layers - 1, core.context.pools.of(-1)
-    attention = model.layers.self_attn
-    model.layers.store(layer, stream, model.rotation(prompts.positions_T), pools, prompts.slot_T)
+    attention, scales = model.layers.self_attn, core.context.scales(layer)
+    model.layers.store(layer, stream, model.rotation(prompts.positions_T), pools, prompts.slot_T, scales)
     rotation = model.rotation(prompts.positions_T[prompts.last_B])
 
     def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
-        q_BQD, _ = attention.place(layer, qkv, rotation, pools, prompts.last_slot_B, qkv.shape[0])
-        return _rows_for(attention, context_attention(q_BQD, *pools, plan)[0])
+        q_BQD, _ = attention.place(layer, qkv, rotation, pools, prompts.last_slot_B, qkv.shape[0], scales)
+        return rows_for(attention, _over_context(q_BQD, pools, scales, plan)[0])
 
     core.state.hidden_RH[prompts.row_B] = model.hidden(model.layers(layer, stream.rows(prompts.last_B), attend))
     core.state.start(prompts.num_requests, len(prompts.row_B))
@@ -95,11 +95,11 @@ def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: 
         """The attention of one layer: its context pages, and its slots of decoded tokens."""
 
         def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
-            decoded = beams.pools.of(layer)
+            decoded, scales = beams.pools.of(layer), core.context.scales(layer)
             q, _ = attention.place(layer, qkv, rotation, decoded, own_R, query_rows)
-            out, lse = context_attention(q, *core.context.pools.of(layer), plan)
+            out, lse = context_attention(q, *core.context.pools.of(layer), plan, scales.k)
             quantize = attention.o_proj.quantized
-            return merge_beams(q, out, lse, *decoded, slots_RJ, state.level, scale, lse_scale, quantize)
+            return merge_beams(q, out, lse, *decoded, slots_RJ, state.level, scale, lse_scale, quantize, scales.v)
 
         return attend
 
@@ -109,12 +109,25 @@ def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: 
     state.hidden_RH[:rows].copy_(model.hidden(stream))
 
 
+def _over_context(q: Tensor, pools: Pools, scales: Scales, plan: int) -> tuple[Tensor, Tensor]:
+    """Attention over context pages, with what values are to be multiplied by; a level leaves that to `merge_beams`."""
+    out, lse = context_attention(q, *pools, plan, scales.k)
+    return out if scales.v == 1 else out * scales.v, lse
+
+
 def _behind_prefixes(
-    core: Core, prompts: PackedPrompts, reuse: Reuse, q: Tensor, out_TQD: Tensor, lse_TQ: Tensor, pools: Pools
+    core: Core,
+    prompts: PackedPrompts,
+    reuse: Reuse,
+    q: Tensor,
+    out_TQD: Tensor,
+    lse_TQ: Tensor,
+    pools: Pools,
+    scales: Scales,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the rows' own prompt merged with that over the prefix before it, as the output projection takes
     it. Rows of requests without one attend to something there that does not count."""
-    before, lse_before = context_attention(q, *pools, reuse.plan)
+    before, lse_before = _over_context(q, pools, scales, reuse.plan)
     T, Q, _ = out_TQD.shape
     assert prompts.reuses_T is not None
     unused_T1 = (prompts.reuses_T == 0)[:, None]
@@ -126,7 +139,7 @@ def _behind_prefixes(
     )  # fmt: skip
 
 
-def _rows_for(attention: Attention, out_TQD: Tensor) -> tuple[Tensor, Tensor]:
+def rows_for(attention: Attention, out_TQD: Tensor) -> tuple[Tensor, Tensor]:
     """Attention output as the output projection takes it."""
     rows = out_TQD.flatten(1)
     if attention.o_proj.quantized:

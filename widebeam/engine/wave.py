@@ -69,6 +69,8 @@ class Search:
     """Under which its prompt may share pages with others; None: with none."""
     keep_until: float | None = None
     """Until when its pages are likely to be used again, monotonic seconds."""
+    prefetched: bool = field(default=False)
+    """Its pages in the host's memory were looked for."""
     num_cached: int = field(default=0)
     """Its first tokens whose keys and values are there: as looked up while it waits, then as its lease has it."""
     lease: ContextLease | None = field(default=None)

@@ -33,6 +33,8 @@ DEPTH = 2
 """Waves that are on the device at once: one runs, and one behind it keeps the device busy while results are read."""
 IDLE_S = 0.5
 """Without a request for so long, none is likely in the next half second."""
+COPYING_S = 0.005
+"""Between two looks whether copies of pages are over."""
 PASSING = 4
 """Short waves that may pass a long one between two of its pieces: the long one goes on, however many wait."""
 
@@ -147,6 +149,7 @@ class Worker:
         try:
             self._loop(runtime, self.scheduler, reader)
             reader.close()
+            runtime.settle()
             with self._working():  # other ranks may hang
                 runtime.close()
             self._end = EngineDead("the engine has stopped")
@@ -194,13 +197,11 @@ class Worker:
                     return
                 if isinstance(message, Exception):
                     raise message
-                if isinstance(message, Job):
-                    scheduler.add(message)
-                elif isinstance(message, Call):
+                if isinstance(message, Call):
                     with self._working():
                         message.run(runtime)
                 else:
-                    self._note(message)
+                    self._take(runtime, message)
                 del message  # it would hold what it is of, a catalog too, until the next one comes
             now = time.monotonic()
             jobs = scheduler.next_wave(now)
@@ -211,7 +212,12 @@ class Worker:
                 jobs, self._cut = self._cut, []  # what was to pass a long wave that failed before
 
     def _next_message(self, runtime: Runtime) -> Message:
-        """Wait for the inbox. Once nothing has gone on for IDLE_S, what is left to capture is captured meanwhile."""
+        """Wait for the inbox. Meanwhile pages are copied, and once nothing has gone on for IDLE_S, what is left to
+        capture is captured."""
+        while runtime.moves_pages:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=COPYING_S)
+            runtime.move_pages(self.scheduler.waiting)
         while not (self._flying or len(self.scheduler)):
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=IDLE_S)
@@ -260,7 +266,7 @@ class Worker:
 
         def others_wait() -> bool:
             self._progress_at = time.monotonic()
-            self._take_in()
+            self._take_in(runtime)
             self._cut = self.scheduler.next_wave(time.monotonic(), held)
             return bool(self._cut)
 
@@ -273,16 +279,23 @@ class Worker:
 
         return Between(others_wait=others_wait, run_others=run_others)
 
-    def _take_in(self) -> None:
+    def _take_in(self, runtime: Runtime) -> None:
         """Queue the jobs that have come, without waiting; what is done between waves alone is left for then."""
         while not self._inbox.empty():
             message = self._inbox.get()
-            if isinstance(message, Job):
-                self.scheduler.add(message)
-            elif isinstance(message, Progress):
-                self._note(message)
+            if isinstance(message, Job | Progress):
+                self._take(runtime, message)
             else:
                 self._later.append(message)
+
+    def _take(self, runtime: Runtime, message: Job | Progress) -> None:
+        if isinstance(message, Job):
+            self.scheduler.add(message)
+        else:
+            self._note(message)
+            if message.prefill_s is not None:
+                runtime.note_prefill(message.jobs, message.prefill_s)
+        runtime.move_pages(self.scheduler.waiting)
 
     def _fail(self, jobs: list[Job], failure: RequestError) -> None:
         """Give up a wave that was not launched."""

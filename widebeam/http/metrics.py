@@ -38,9 +38,14 @@ _COUNTERS = {
     "fallbacks": ("fallbacks", None, "Slower ways taken than the device has"),
     "prefix_searches": ("prefix_searches", "outcome", "Searches, by whether they found pages in the prefix cache"),
     "prefix_hit_tokens": ("prefix_hit_tokens", None, "Prompt tokens that were in the prefix cache"),
+    "prefix_restored_tokens": ("prefix_restored_tokens", None, "Those of them that had come from the host's memory"),
     "prefix_miss_tokens": ("prefix_miss_tokens", None, "Prompt tokens that could be in the prefix cache and were not"),
     "prefix_evicted_pages": ("prefix_evicted_pages", None, "Cached pages that made room for others"),
     "prefix_flushed_pages": ("prefix_flushed_pages", None, "Cached pages that were flushed"),
+    "prefix_host_events": ("prefix_host_events", "event", "Pages of the host tier, by what happened to them"),
+    "prefix_host_waits": ("prefix_host_waits", None, "Waves that waited until copies let go of pages"),
+    "prefix_transfer_bytes": ("prefix_transfer_bytes", "direction", "Bytes of pages copied"),
+    "prefix_transfer_seconds": ("prefix_transfer_seconds", "direction", "Time of these copies"),
     "late_graphs": ("late_graphs", None, "Graphs captured after warm-up, for sizes that it did not meet"),
 }
 """Metric: field of the engine's statistics, what its keys are if it is a table, and the help text."""
@@ -65,7 +70,12 @@ _GAUGES = {
     "catalog_bytes_in_use": "Device memory that catalog versions hold",
     "catalog_bytes": "Device memory for catalogs",
     "prefix_cached_pages": "Context pages in the prefix cache",
-    "prefix_idle_pages": "Those of them that no wave holds: room for whoever needs it",
+    "prefix_idle_pages": "Those of them that no wave and no copy holds: room for whoever needs it",
+    "prefix_host_pages": "Pages in the host's memory",
+    "prefix_host_bytes": "Memory that they take",
+    "prefix_host_limit_bytes": "Memory for such pages",
+    "prefix_restore_bytes_per_second": "Rate at which pages come back, as measured at start",
+    "prefix_prefill_tokens_per_second": "Rate at which prompts were computed lately",
 }
 _HISTOGRAMS = {
     "wave_requests": "Searches of a wave",

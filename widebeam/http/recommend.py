@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -21,10 +21,6 @@ from widebeam.http.protocol import (
 )
 from widebeam.http.sequences import usage
 
-if TYPE_CHECKING:
-    from widebeam.constraints.catalog import Catalog
-    from widebeam.engine.engine import Engine
-
 _DECODER = msgspec.json.Decoder(RecommendRequest)
 _PREFILL_DECODER = msgspec.json.Decoder(PrefillRequest)
 _INPUTS = ("history", "prompt", "messages", "input_ids")
@@ -37,7 +33,6 @@ async def recommend(request: web.Request) -> web.Response:
     prompt = _prompt(body)
     request_id = adopt_id(request, body.request_id)
     limit_time(request, body.timeout_ms)
-    catalog = _catalog(engine, body)
     recommendation = await engine.recommend(
         **prompt,
         n=body.n,
@@ -47,13 +42,14 @@ async def recommend(request: web.Request) -> web.Response:
         params=_params(body, request_id, tenant_salt(request, body.cache_salt)),
     )
     result = recommendation.result
+    assert result.catalog is not None and result.catalog_version is not None
     request.app[METRICS].observe_search(result)
     request[FACTS].add(result)
     return json_response(
         RecommendResponse(
             id=request_id,
             model=served_name(request),
-            catalog=CatalogRef(name=catalog.name, version=result.catalog_version or catalog.version),
+            catalog=CatalogRef(name=result.catalog, version=result.catalog_version),
             normalizer=result.normalizer,
             items=recommendation.items,
             usage=usage(result),
@@ -103,17 +99,6 @@ def _prompt(body: RecommendRequest | PrefillRequest) -> dict[str, Any]:
         )
     prompt = {name: getattr(body, name) for name in _INPUTS}
     return prompt | {"messages": None if body.messages is None else [message.plain() for message in body.messages]}
-
-
-def _catalog(engine: Engine, body: RecommendRequest) -> Catalog:
-    catalog = engine.catalogs.get(body.catalog)
-    if catalog is None:
-        raise InvalidRequest(
-            "there is no catalog to recommend from: start the server with --catalog FILE, or use /generate",
-            code="no_catalog",
-            param="catalog",
-        )
-    return catalog
 
 
 def _params(body: RecommendRequest, request_id: str, cache_salt: str | None) -> SearchParams:

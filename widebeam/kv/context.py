@@ -5,14 +5,14 @@ Letters: N layers, P pages, S page size in tokens, K key/value heads, D head siz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from widebeam.kv.eviction import CachedPage
-from widebeam.kv.pools import make_pools
+from widebeam.kv.pools import UNSCALED, Scales, make_pools
 from widebeam.kv.prefix import Prefix
 from widebeam.kv.prefix_cache import PrefixCache
 from widebeam.model.config import ModelConfig
@@ -33,28 +33,17 @@ class ContextLease:
     released: bool = field(default=False)
 
 
-class ContextKV:
-    """The paged pool: the `pools` have P S slots: page p holds slots p S .. p S + S - 1.
-
-    Page 0 belongs to nobody: rows that only fill up a shape write there.
+class PagePool:
+    """Who holds which of the pages 1 .. P, wherever they lie.
 
     With a `cache`, pages outlive the leases that filled them until somebody needs the room, and leases of prompts that
     begin alike share them. Leases fit whenever their pages, counted as if none were shared, fit beside those of the
     leases that are held.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        cache: PrefixCache | None = None,
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, cache: PrefixCache | None = None) -> None:
         if cache is not None and cache.page_size != page_size:
             raise ValueError(f"a cache of pages of {cache.page_size} tokens in a pool of pages of {page_size}")
-        self.pools = make_pools(config, (num_pages + 1) * page_size, dtype, device)
         self.page_size = page_size
         self.num_pages = num_pages
         self.cache = cache
@@ -63,15 +52,15 @@ class ContextKV:
         self._leases: set[ContextLease] = set()
 
     @property
+    def leases(self) -> Set[ContextLease]:
+        """Those that are held."""
+        return self._leases
+
+    @property
     def pages_used(self) -> int:
         """Held by leases."""
         idle = self.cache.num_idle if self.cache is not None else 0
         return self.num_pages - len(self._free) - idle
-
-    @property
-    def page_bytes(self) -> int:
-        """What a page takes, with the keys and values of all layers."""
-        return sum(pool.nbytes for pool in self.pools) // (self.num_pages + 1)
 
     def acquire(self, num_tokens: int, prefix: Prefix | None = None) -> ContextLease | None:
         """Pages for so many tokens, or None, with nothing changed, while there is no room.
@@ -89,14 +78,14 @@ class ContextKV:
         """
         shared = [self._match(num_tokens, prefix) for num_tokens, prefix in wanted]
         counts = [self._count(num_tokens) for num_tokens, _ in wanted]
-        short = sum(counts) - sum(map(len, shared)) - len(self._free)
-        if short > (self.cache.num_idle_beside(shared) if self.cache is not None else 0):
+        missing = sum(counts) - sum(map(len, shared))
+        if missing > self.spare(*shared):
             return None
         if self.cache is not None:
             for pages in shared:
-                self.cache.hold(pages)
-            if short > 0:
-                self._free.extend(reversed(self.cache.evict(short)))
+                self.cache.hit(pages)
+            if missing > len(self._free):
+                self._free.extend(reversed(self.cache.evict(missing - len(self._free))))
         leases = [self._lease(*prompt, pages) for prompt, pages in zip(wanted, shared, strict=True)]
         self.high_water = max(self.high_water, self.pages_used)
         return leases
@@ -119,6 +108,40 @@ class ContextKV:
             self.cache.count(num_tokens, lease.num_cached)
         self._leases.add(lease)
         return lease
+
+    def spare(self, *held: list[CachedPage]) -> int:
+        """Pages that can be had while these are held."""
+        return len(self._free) + (self.cache.num_idle_beside(list(held)) if self.cache is not None else 0)
+
+    def reserve(self, prefix: Prefix, keep_until: float | None = None) -> ContextLease | None:
+        """A hold on the pages of all keys of a prefix, or None, with nothing changed, while there is no room.
+
+        Pages that are not cached yet are so from now on, behind the first `num_cached` tokens: who asks for them fills
+        them before anybody reads. They are those that were free or unused for longest. Where keys collide the lease is
+        shorter.
+        """
+        assert self.cache is not None
+        shared = self.cache.match(prefix)
+        known, missing = len(shared), len(prefix.keys) - len(shared)
+        if missing > self.spare(shared):
+            return None
+        self.cache.hold(shared)
+        if missing > len(self._free):
+            self._free.extend(self.cache.evict(missing - len(self._free)))
+        fresh, self._free = self._free[:missing], self._free[missing:]
+        pages = [page.page for page in shared] + fresh
+        self._free.extend(self.cache.enter(prefix, shared, pages, keep_until))
+        self._free.extend(pages[len(shared) :])
+        lease = ContextLease(pages[: len(shared)], len(shared) * self.page_size, known * self.page_size, shared=shared)
+        self._leases.add(lease)
+        return lease
+
+    def forget(self, page: CachedPage) -> int:
+        """A cached page and all that continue it are not shared with later prompts. How many these are."""
+        assert self.cache is not None
+        before = len(self.cache)
+        self._free.extend(reversed(self.cache.drop(page)))
+        return before - len(self.cache)
 
     def release(self, lease: ContextLease, keep: bool = False, keep_until: float | None = None) -> None:
         """End a lease.
@@ -165,3 +188,34 @@ class ContextKV:
             raise RuntimeError("a released context lease is still held")
         if any(page.page != lease.pages[i] for lease in self._leases for i, page in enumerate(lease.shared)):
             raise RuntimeError("a context lease has other pages than it shares")
+
+
+class ContextKV(PagePool):
+    """The paged pool: the `pools` have P S slots: page p holds slots p S .. p S + S - 1.
+
+    Page 0 belongs to nobody: rows that only fill up a shape write there. Float8 pools come with the `scales` of each
+    layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache: PrefixCache | None = None,
+        scales: Sequence[Scales] = (),
+    ) -> None:
+        super().__init__(num_pages, page_size, cache)
+        self.pools = make_pools(config, (num_pages + 1) * page_size, dtype, device)
+        self._scales = tuple(scales)
+
+    def scales(self, layer: int) -> Scales:
+        """What to multiply a layer's keys and values by."""
+        return self._scales[layer] if self._scales else UNSCALED
+
+    @property
+    def page_bytes(self) -> int:
+        """What a page takes, with the keys and values of all layers."""
+        return sum(pool.nbytes for pool in self.pools) // (self.num_pages + 1)

@@ -33,6 +33,8 @@ class CachedPage:
     """That hold it now."""
     children: int = field(default=0)
     """Cached pages that continue it."""
+    restored: bool = field(default=False)
+    """It came back from the host's memory, and nobody has hit it yet."""
     keep_until: float = field(default=-math.inf)
     """It is expected to be used before; in time of the cache's clock."""
 

@@ -24,6 +24,16 @@ class Pools(NamedTuple):
         return Pools(self.k[layer], self.v[layer])
 
 
+class Scales(NamedTuple):
+    """What the keys and the values of a layer were divided by, before they were stored as float8."""
+
+    k: float
+    v: float
+
+
+UNSCALED = Scales(1.0, 1.0)
+
+
 def make_pools(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> Pools:
     """One allocation for all layers, so that a compiled step has few inputs to look at before each replay."""
     shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -50,6 +51,21 @@ class Prefix:
     def of(cls, token_ids: np.ndarray, page_size: int, salt: bytes = b"") -> Prefix:
         return cls(token_ids, salt, prefix_keys(token_ids, page_size, salt))
 
+    def first(self, count: int) -> Prefix:
+        """At most so many of its pages."""
+        return replace(self, keys=self.keys[:count])
+
     def page(self, index: int, page_size: int) -> bytes:
         """The token ids of a page, as int32."""
         return np.asarray(self.token_ids[index * page_size : (index + 1) * page_size], dtype=np.int32).tobytes()
+
+
+class Waits(Protocol):
+    """A search that waits for its turn."""
+
+    prefix: Prefix | None
+    prefetched: bool
+    """Whether its pages were looked for."""
+
+    @property
+    def num_tokens(self) -> int: ...

@@ -24,6 +24,8 @@ class PrefixStats(NamedTuple):
     miss_requests: int
     hit_tokens: int
     """Prompt tokens that were not computed again."""
+    restored_tokens: int
+    """Of these, those that had come back from the host's memory for the first who hit them."""
     miss_tokens: int
     entered_pages: int
     evicted_pages: int
@@ -56,7 +58,7 @@ class PrefixCache:
         self._cached: dict[bytes, CachedPage] = {}
         self._queue = EvictionQueue(EVICTION.get(policy) if isinstance(policy, str) else policy, clock)
         self._turn = 0
-        self._hit_requests = self._miss_requests = self._hit_tokens = self._miss_tokens = 0
+        self._hit_requests = self._miss_requests = self._hit_tokens = self._restored_tokens = self._miss_tokens = 0
         self._entered = self._evicted = self._flushed = 0
 
     def __len__(self) -> int:
@@ -65,7 +67,7 @@ class PrefixCache:
     @property
     def stats(self) -> PrefixStats:
         return PrefixStats(
-            self._hit_requests, self._miss_requests, self._hit_tokens, self._miss_tokens,
+            self._hit_requests, self._miss_requests, self._hit_tokens, self._restored_tokens, self._miss_tokens,
             self._entered, self._evicted, self._flushed, len(self), self.num_idle,
         )  # fmt: skip
 
@@ -96,10 +98,17 @@ class PrefixCache:
         """Idle pages that are left to evict when these are held."""
         return self.num_idle - len({page for pages in matched for page in pages if not page.leases})
 
-    def hold(self, pages: list[CachedPage]) -> None:
-        """Give a lease what `match` found for it."""
+    def hit(self, pages: list[CachedPage]) -> None:
+        """Give a prompt's lease what `match` found for it."""
         for page in pages:
             page.hits += 1
+            self._restored_tokens += self.page_size * page.restored
+            page.restored = False
+        self.hold(pages)
+
+    def hold(self, pages: list[CachedPage]) -> None:
+        """Give a lease what `match` found, for another purpose than a prompt."""
+        for page in pages:
             self._hold(page)
 
     def _hold(self, page: CachedPage) -> None:
@@ -188,7 +197,22 @@ class PrefixCache:
     def flush(self, salt: bytes | None) -> list[int]:
         """Forget all pages, or those of one salt. Returns those that are free now; the others are held by leases, and
         free when these end."""
-        gone = [page for page in self._cached.values() if salt is None or page.salt == salt]
+        return self._remove([page for page in self._cached.values() if salt is None or page.salt == salt])
+
+    def drop(self, page: CachedPage) -> list[int]:
+        """Forget a page and all that continue it, as a flush would; in time that grows with all that is cached."""
+        gone = dict.fromkeys([page] if self._cached.get(page.key) is page else [])
+        for other in self._cached.values():  # a page is entered behind its parent
+            if other.parent in gone:
+                gone[other] = None
+        if gone and page.parent is not None:
+            page.parent.children -= 1
+        free = self._remove(list(gone))
+        if gone and page.parent is not None:
+            self._offer(page.parent)
+        return free
+
+    def _remove(self, gone: list[CachedPage]) -> list[int]:
         for page in gone:
             del self._cached[page.key]
             self._queue.discard(page)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -42,11 +42,11 @@ class ContextPlan(Protocol):
     def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         """Request b has `widths[b]` consecutive rows and `lengths[b]` context tokens in `pages[b]`."""
 
-    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor, k_scale: float) -> tuple[Tensor, Tensor]:
         """Attention of rows over their request's pages, with q lying there once for each part of the contexts.
 
-        [P R, Q, D] and the log-sum-exp [P R, Q], which is -inf where a part is not used; rows of no request give
-        anything finite.
+        Keys are those of the pool times `k_scale`; values are taken as they are. [P R, Q, D] and the log-sum-exp
+        [P R, Q], which is -inf where a part is not used; rows of no request give anything finite.
         """
 
 
@@ -72,8 +72,19 @@ class AttentionBackend(Protocol):
         """
 
 
-BackendFactory = Callable[[ModelConfig, int, int, torch.dtype, torch.device], AttentionBackend]
-"""(config, page size, most pages of a wave, dtype, device) -> backend"""
+class BackendFactory(Protocol):
+    """Makes a backend. `kv_dtype`: that of the pages, if it is another."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        page_size: int,
+        max_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
+    ) -> AttentionBackend: ...
+
 
 BACKENDS: Registry[BackendFactory] = Registry("attention backend")
 BACKENDS.add("torch", "widebeam.model.reference:TorchBackend")
@@ -124,12 +135,17 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, plan: int) -> tuple[Tenso
 
 
 @torch.library.custom_op("widebeam::context_attention", mutates_args=())
-def context_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: int) -> tuple[Tensor, Tensor]:
-    """q [P R, Q, D], pools [S, K, D] -> (out [P R, Q, D], lse [P R, Q] float32)."""
-    return _plans[plan].run(q, k_pool, v_pool)
+def context_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: int, k_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """q [P R, Q, D], pools [S, K, D] -> (out [P R, Q, D], lse [P R, Q] float32).
+
+    Keys of the pool count `k_scale` times. Whoever reads `out` multiplies by the values' scale, if they have one.
+    """
+    return _plans[plan].run(q, k_pool, v_pool, k_scale)
 
 
-def _fake(q: Tensor, _k: Tensor, _v: Tensor, _plan: int) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, _k: Tensor, _v: Tensor, _plan: int, _k_scale: float = 1.0) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 

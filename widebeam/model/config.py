@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from widebeam.errors import CheckpointError
-from widebeam.model.quantization import Quantization, declared_quantization, why_unsupported
+from widebeam.model.quantization import Quantization, declared_quantization, has_kv_scales, why_unsupported
 
 SUPPORTED = ("qwen3", "qwen2")
 ROPE_KINDS = ("default", "linear", "yarn")
@@ -50,6 +50,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     quantization: Quantization = "none"
     """How the checkpoint's projections are stored."""
+    kv_scales: bool = False
+    """The checkpoint has scales for a float8 KV cache."""
 
     @property
     def longest_context(self) -> int:
@@ -108,6 +110,7 @@ def load_model_config(folder: Path) -> ModelConfig:
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
             eos_token_ids=tuple(map(int, eos)) if isinstance(eos, list) else () if eos is None else (int(eos),),
             quantization="fp8" if declared_quantization(raw) else "none",
+            kv_scales=has_kv_scales(raw),
         )
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(config, name) < 1:

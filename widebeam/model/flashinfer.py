@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE_BYTES, INT_WORKSPACE_BYTES = 256 << 20, 8 << 20
+FA2_TILE = 128
+"""Most rows of a tile, with all query heads that share a key head."""
 STAGES = 8
 """Pinned buffers that planning writes in turn: the copy out of one may still wait behind a running prefill."""
 
@@ -53,6 +55,8 @@ class FlashInferBackend:
     """Wrappers that share one workspace: they plan and run one after another on one stream. Plans that are used beside
     those of prefill have a second one.
 
+    Pages of float8 are read by FlashAttention-2, with queries as they are: FlashAttention-3 would need float8 ones.
+
     Raises RuntimeError if none of FlashInfer's kernels can be built and run here.
     """
 
@@ -61,10 +65,17 @@ class FlashInferBackend:
     replayable = True
 
     def __init__(
-        self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        page_size: int,
+        max_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         self.page_size, self.max_pages, self.dtype, self.device = page_size, max_pages, dtype, device
+        self.kv_dtype = kv_dtype or dtype
         self.workspace, self.int_workspace, self.int_workspace_beside = (
             torch.empty(size, dtype=torch.uint8, device=device)
             for size in (WORKSPACE_BYTES, INT_WORKSPACE_BYTES, INT_WORKSPACE_BYTES)
@@ -92,9 +103,26 @@ class FlashInferBackend:
         prefill.plan([2], 2)
         prefill.run(*rows)
         context.plan([2], [1], [[0]])
-        pool = torch.zeros(self.page_size, K, D, dtype=self.dtype, device=self.device)
-        context.run(rows[0], pool, pool)
+        pool = torch.zeros(self.page_size, K, D, dtype=self.kv_dtype, device=self.device)
+        context.run(rows[0], pool, pool, 1.0)
         torch.cuda.synchronize(self.device)
+
+    @property
+    def context_kernel(self) -> str:
+        """What reads pages."""
+        return self.kernel if self.kv_dtype == self.dtype else "fa2"
+
+    def room(self, kernel: str, rows: int, requests: int) -> Tensor:
+        """The workspace, made larger if these rows need it: in a plan that graphs replay, FlashAttention-2 keeps a
+        float32 output of each tile, and its log-sum-exp."""
+        Q, K, D = self.heads
+        if kernel == "fa2":
+            waves = 2 * torch.cuda.get_device_properties(self.device).multi_processor_count // K
+            tiles = max(waves, -(-rows * (Q // K) // FA2_TILE) + requests) + 1
+            size = Q * tiles * FA2_TILE * (D + 1) * 4
+            if size > self.workspace.numel():
+                self.workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self.workspace
 
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
@@ -129,8 +157,9 @@ class FlashInferPrefill:
 
         self._backend, self._requests = backend, requests
         queries, keys = (torch.zeros(requests + 2, dtype=torch.int32, device=backend.device) for _ in range(2))
+        room = backend.room(backend.kernel, rows or 0, requests + 1)
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(
-            backend.workspace, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=queries, kv_indptr_buf=keys,
+            room, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=queries, kv_indptr_buf=keys,
             backend=backend.kernel,
         )  # fmt: skip
 
@@ -166,10 +195,11 @@ class FlashInferContext:
         def buffer(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=backend.device)
 
+        room = backend.room(backend.context_kernel, splits * rows, batch)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            backend.workspace, "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
+            room, "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
             paged_kv_indptr_buf=buffer(batch + 1), paged_kv_indices_buf=buffer(backend.max_pages + batch),
-            paged_kv_last_page_len_buf=buffer(batch), backend=backend.kernel,
+            paged_kv_last_page_len_buf=buffer(batch), backend=backend.context_kernel,
         )  # fmt: skip
 
     def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
@@ -182,7 +212,7 @@ class FlashInferContext:
             torch.from_numpy(np.cumsum([0, *map(len, tables)], dtype=np.int32)),
             indices.pin_memory().to(backend.device, non_blocking=True),
             torch.tensor(last, dtype=torch.int32),
-            *backend.heads, backend.page_size, causal=False, q_data_type=backend.dtype, kv_data_type=backend.dtype,
+            *backend.heads, backend.page_size, causal=False, q_data_type=backend.dtype, kv_data_type=backend.kv_dtype,
             max_token_per_sequence=max(rows),  # else it is looked for in Python
         )  # fmt: skip
         event.record(backend.stream)
@@ -205,6 +235,7 @@ class FlashInferContext:
             last += [1] * (absent + 1)
         return rows, tables, last
 
-    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor, k_scale: float) -> tuple[Tensor, Tensor]:
         pages = tuple(pool.unflatten(0, (-1, self._backend.page_size)) for pool in (k_SKD, v_SKD))
-        return self._wrapper.run(q, pages, out=torch.empty_like(q), return_lse=True)  # else it fills zeros first
+        out = torch.empty_like(q)  # else it fills zeros first
+        return self._wrapper.run(q, pages, k_scale=k_scale, out=out, return_lse=True)

@@ -1,20 +1,24 @@
-"""Float8 projections (W8A8): when they are wanted, and what keeps a machine from them.
+"""Float8 projections (W8A8) and float8 context pages: when they are wanted, and what keeps a machine from them.
 
 All four products of every layer are float8 or none; embeddings, norms and head never are. That is decided here, once,
-and never by the size of a wave, so that no request's answer depends on its company.
+and never by the size of a wave, so that no request's answer depends on its company. Pages are float8 in all layers, or
+in none.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
 
 from widebeam.errors import ConfigError
+from widebeam.model import flashinfer
 from widebeam.model.config import ModelConfig
 from widebeam.model.layers import scaled_linear
 from widebeam.model.ops import FP8
 
+log = logging.getLogger(__name__)
 CAPABILITY = (8, 9)
 ALIGNMENT = 16
 """Elements by which both sizes of a float8 weight must be divisible on CUDA."""
@@ -44,6 +48,36 @@ def wants_fp8(setting: str, config: ModelConfig, dtype: torch.dtype, device: tor
     if reason := why_not(config, dtype, device):
         raise ConfigError(f"{'the checkpoint is fp8' if stored else '--quantization fp8'}: {reason}")
     return True
+
+
+def kv_dtype(
+    setting: str, attention: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype of context pages, by `--kv-cache-dtype` and `--attention-backend`.
+
+    Raises ConfigError if pages are to be float8 and the device, or the backend that was named, does not read them.
+    """
+    if setting == "auto":
+        if config.kv_scales:
+            log.info("the checkpoint has scales for a float8 KV cache, which --kv-cache-dtype fp8 would use")
+        return dtype
+    reads = "flashinfer" if device.type == "cuda" else "torch"
+    reason = why_no_pages(config, dtype, device)
+    if reason is None and attention not in ("auto", reads):
+        reason = f"float8 pages are read by --attention-backend {reads} here, not by {attention}"
+    if reason:
+        raise ConfigError(f"--kv-cache-dtype {setting}: {reason}")
+    return FP8
+
+
+def why_no_pages(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What keeps context pages from being float8 here, or None. A CPU widens what it reads, and has no conditions."""
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:  # they could be read, but the kernel that writes them has no such type
+        return "float8 pages need sm_89 (Ada) or later, and this GPU is sm_{}{}".format(*capability)
+    return flashinfer.why_not(config, dtype, device)
 
 
 def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -44,7 +44,17 @@ def _maybe_quantize(x_TH: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
         return x_TH, _no_scale(x_TH, quantize)
     wide = x_TH.float()
     scale_T1 = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / FP8_MAX
-    return (wide * scale_T1.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_T1
+    return _to_fp8(wide * scale_T1.reciprocal()), scale_T1
+
+
+def _to_fp8(x: Tensor) -> Tensor:
+    """Rounded; what is too large becomes the largest value."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _stored(x: Tensor, pool: Tensor, scale: float) -> Tensor:
+    """Keys or values as the pool has them."""
+    return _to_fp8(x.float() * (1 / scale)) if pool.dtype == FP8 else x
 
 
 def _no_scale(x_TH: Tensor, quantize: bool) -> Tensor:
@@ -127,11 +137,14 @@ def rotate_and_store(
     num_heads: int,
     num_kv_heads: int,
     query_rows: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate the heads of `qkv`, [T, (Q + 2 K) D]; keys and values go to slot [T] of the pools, [S, K, D].
 
     cos and sin are [T, 1, D/2] float32, the norms' weights [D]. -> (q [query_rows, Q, D], copies one behind the other
-    where that is a multiple of T; k [T, K, D]). Of rows that share a slot any one may win.
+    where that is a multiple of T; k [T, K, D]). Of rows that share a slot any one may win. Pools of float8_e4m3fn get
+    keys and values divided by their scale, and the nearest value that they can hold.
     """
     T, D = qkv.shape[0], k_pool.shape[2]
     q, k, v = qkv.split([num_heads * D, num_kv_heads * D, num_kv_heads * D], dim=-1)
@@ -141,8 +154,8 @@ def rotate_and_store(
     if k_norm is not None:
         k_TKD = _rms_norm(k_TKD, k_norm, eps)
     k_TKD = rotate(k_TKD, cos, sin)
-    k_pool[slot] = k_TKD
-    v_pool[slot] = v_TKD
+    k_pool[slot] = _stored(k_TKD, k_pool, k_scale)
+    v_pool[slot] = _stored(v_TKD, v_pool, v_scale)
     return rotate(q_TQD, cos, sin).repeat(query_rows // max(T, 1), 1, 1), k_TKD
 
 
@@ -160,6 +173,8 @@ def _(
     num_heads: int,
     num_kv_heads: int,
     query_rows: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     T, D = qkv.shape[0], k_pool.shape[2]
     return qkv.new_empty((query_rows, num_heads, D)), qkv.new_empty((T, num_kv_heads, D))
@@ -177,14 +192,15 @@ def merge_beams(
     scale: float,
     lse_scale: float,
     quantize: bool,
+    out_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Add the beams' own decoded tokens to their attention over the parts of a context -> (out [R, Q D], scale).
 
     q is [P R, Q, D], of which the first R rows count; `out` [P R, Q, D] and `lse` [P R, Q] float32 are the attention
-    over each part and its log-sum-exp, natural once multiplied by `lse_scale`. The beams' keys and values are in
-    `slots` [R, J] of the pools [S, K, D]; only the first `seen` ([1] int64) columns exist. The softmaxes are merged by
-    their log-sum-exp (as in Flash-Decoding and cascade inference): each part counts as one key whose logit is its
-    log-sum-exp, and not at all where that is -inf.
+    over each part and its log-sum-exp, true once multiplied by `out_scale` and natural once by `lse_scale`. The beams'
+    keys and values are in `slots` [R, J] of the pools [S, K, D]; only the first `seen` ([1] int64) columns exist. The
+    softmaxes are merged by their log-sum-exp (as in Flash-Decoding and cascade inference): each part counts as one key
+    whose logit is its log-sum-exp, and not at all where that is -inf.
     """
     (R, J), (_, Q, D), K = slots.shape, q.shape, k_pool.shape[1]
     unseen_J = torch.arange(J, device=slots.device) >= seen
@@ -194,7 +210,7 @@ def merge_beams(
     logit_JRQ = logit_JRQ.masked_fill(unseen_J[:, None, None], -torch.inf)
     v_JRQD = v_pool[slots_JR].float().repeat_interleave(Q // K, dim=2)
     logit = torch.cat(((lse * lse_scale).view(-1, R, Q), logit_JRQ))
-    value = torch.cat((out.float().view(-1, R, Q, D), v_JRQD))
+    value = torch.cat((out.float().view(-1, R, Q, D) * out_scale, v_JRQD))
     value = value.masked_fill(logit.isneginf().unsqueeze(-1), 0)  # what counts nothing may hold anything
     merged_RQD = (logit.softmax(0).unsqueeze(-1) * value).sum(0)
     return _maybe_quantize(merged_RQD.to(q.dtype).view(R, Q * D), quantize)
@@ -212,6 +228,7 @@ def _(
     scale: float,
     lse_scale: float,
     quantize: bool,
+    out_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     return empty_rows(q[: slots.shape[0]], q.shape[1] * q.shape[2], quantize)
 

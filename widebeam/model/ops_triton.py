@@ -46,6 +46,14 @@ def _store_row(value, out, at, mask, scale, row, QUANTIZE: tl.constexpr):
 
 
 @triton.jit
+def _stored(value, pool, reciprocal):
+    """Keys or values as the pool has them: a float8 one divided by their scale."""
+    if pool.dtype.element_ty == tl.float8e4nv:
+        value = tl.minimum(tl.maximum(value.to(tl.float32) * reciprocal, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
+    return value
+
+
+@triton.jit
 def _quantize_rows(x, out, scale, H: tl.constexpr, BLOCK: tl.constexpr):
     row = _last_first()
     column = tl.arange(0, BLOCK)
@@ -103,7 +111,7 @@ def _rotated(heads, weight, cos, sin, eps, at, mask, half, D: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "copies"])
 def _rotate_and_store(
     qkv, cos, sin, q_norm, k_norm, eps, k_pool, v_pool, slot,
-    q_out, k_out, rows, copies, qkv_stride, k_stride, v_stride,
+    q_out, k_out, rows, copies, qkv_stride, k_stride, v_stride, k_reciprocal, v_reciprocal,
     Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = _last_first()
@@ -119,10 +127,11 @@ def _rotate_and_store(
     tl.store(target + at, low, mask)
     tl.store(target + D // 2 + at, high, mask)
     target = k_pool + place * k_stride
-    tl.store(target + at, low, mask)
-    tl.store(target + D // 2 + at, high, mask)
+    tl.store(target + at, _stored(low, k_pool, k_reciprocal), mask)
+    tl.store(target + D // 2 + at, _stored(high, k_pool, k_reciprocal), mask)
     at = head * D + tl.arange(0, D)[None, :]
-    tl.store(v_pool + place * v_stride + at, tl.load(source + (Q + K) * D + at, mask), mask)
+    value = tl.load(source + (Q + K) * D + at, mask)
+    tl.store(v_pool + place * v_stride + at, _stored(value, v_pool, v_reciprocal), mask)
 
     if Q > 0:
         head = tl.arange(0, Q_BLOCK)[:, None]
@@ -137,7 +146,7 @@ def _rotate_and_store(
 @triton.jit(do_not_specialize=["rows", "J"])
 def _merge_beams(
     q, partial, lse, k_pool, v_pool, slots, seen, softmax_scale,
-    lse_scale, out, scale, rows, J, k_stride, v_stride,
+    lse_scale, out_scale, out, scale, rows, J, k_stride, v_stride,
     P: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """Softmax over P parts and the decoded keys, one after another with a running maximum; heads are rows of a tile."""
@@ -153,7 +162,7 @@ def _merge_beams(
     for part in tl.static_range(P):
         place = row + part * rows
         logit = tl.load(lse + place * Q + head, mask, -float("inf")) * lse_scale
-        value = tl.load(partial + place * (Q * D) + at, mask, 0.0).to(tl.float32)
+        value = tl.load(partial + place * (Q * D) + at, mask, 0.0).to(tl.float32) * out_scale
         value = tl.where(logit > -float("inf"), value, 0.0)  # what counts nothing may hold anything
         top, total, merged = _with_key(top, total, merged, logit, value)
     for j in range(tl.minimum(tl.load(seen), J).to(tl.int32)):
@@ -213,6 +222,7 @@ def silu_mul(gate_up: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
 def rotate_and_store(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     k_pool: Tensor, v_pool: Tensor, slot: Tensor, num_heads: int, num_kv_heads: int, query_rows: int,
+    k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if qkv.stride(1) != 1:
         raise ValueError(f"a row of qkv is not contiguous: strides {qkv.stride()}")
@@ -221,21 +231,21 @@ def rotate_and_store(
     _rotate_and_store[(T,)](
         qkv, cos.contiguous(), sin.contiguous(), q_norm, k_norm, eps, k_pool, v_pool, slot.contiguous(),
         q_out, k_out, T, query_rows // max(T, 1), qkv.stride(0), _slot_stride(k_pool), _slot_stride(v_pool),
-        Q, K, D, triton.next_power_of_2(max(Q, 1)), triton.next_power_of_2(K), num_warps=4,
+        1 / k_scale, 1 / v_scale, Q, K, D, triton.next_power_of_2(max(Q, 1)), triton.next_power_of_2(K), num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 
 
 def merge_beams(
     q: Tensor, out: Tensor, lse: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor, seen: Tensor,
-    scale: float, lse_scale: float, quantize: bool,
+    scale: float, lse_scale: float, quantize: bool, out_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     R, (_, Q, D) = slots.shape[0], out.shape
     BLOCK = triton.next_power_of_2(Q)
     merged, row_scale = ops.empty_rows(q[:R], Q * D, quantize)
     _merge_beams[(R,)](
         q.contiguous(), out.contiguous(), lse.contiguous(), k_pool, v_pool, slots.contiguous(), seen, scale,
-        lse_scale, merged, row_scale, R, slots.shape[1], _slot_stride(k_pool), _slot_stride(v_pool),
+        lse_scale, out_scale, merged, row_scale, R, slots.shape[1], _slot_stride(k_pool), _slot_stride(v_pool),
         out.shape[0] // R, Q, k_pool.shape[1], D, BLOCK, quantize, num_warps=_warps(BLOCK * D, each=8, most=16),
     )  # fmt: skip
     return merged, row_scale

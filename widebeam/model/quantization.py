@@ -2,7 +2,8 @@
 
 The one is compressed-tensors' "FP8 dynamic": float8_e4m3fn projections `*.weight` [N, H] with a scale for each output,
 `*.weight_scale` [N, 1], and rows that are quantised per token when they come. To load another layout as this one would
-mean to quantise anew, which gives another network than the checkpoint's.
+mean to quantise anew, which gives another network than the checkpoint's. For a float8 KV cache it may also have a scale
+for each layer's keys and one for its values, `self_attn.k_scale` and `self_attn.v_scale`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ HEADER = {
     "quantization_status": ANYTHING,  # some write "frozen"; the tensors' types tell
     "ignore": (["lm_head"], ["re:.*lm_head"]),
     "config_groups": ANYTHING,  # looked at by themselves
+    "kv_cache_scheme": ANYTHING,  # the same
     "version": ANYTHING,
     "global_compression_ratio": ANYTHING,
 }
@@ -31,6 +33,7 @@ GROUP = {
 }
 TYPE = {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "observer": ANYTHING, "observer_kwargs": ANYTHING}
 WEIGHTS = TYPE | {"strategy": ("channel",), "dynamic": (False,)}
+KV_CACHE = TYPE | {"strategy": ("tensor",), "dynamic": (False,)}
 ACTIVATIONS = TYPE | {"strategy": ("token",), "dynamic": (True,)}
 UNLESS_SAID = {"format": "float-quantized", "num_bits": 8, "symmetric": True, "dynamic": False}
 """What an absent entry means in this format."""
@@ -38,9 +41,9 @@ UNLESS_SAID = {"format": "float-quantized", "num_bits": 8, "symmetric": True, "d
 FOREIGN_TENSORS = {
     "input_scale": "static scales of activations are not supported",
     "output_scale": "static scales of activations are not supported",
-    "k_scale": "a quantised KV cache is not supported",
-    "v_scale": "a quantised KV cache is not supported",
-    "kv_scale": "a quantised KV cache is not supported",
+    "k_scale": "config.json has no kv_cache_scheme",
+    "v_scale": "config.json has no kv_cache_scheme",
+    "kv_scale": "one scale for keys and values together is not supported",
     "weight_scale_inv": "block-scaled fp8 is not supported",
     "weight_zero_point": "asymmetric weights are not supported",
     "weight_packed": "packed weights are not supported",
@@ -52,6 +55,11 @@ FOREIGN_TENSORS = {
 def declared_quantization(raw: Mapping[str, Any]) -> Any:
     """config.json's entry, under today's name or the one that early compressed-tensors used; empty without one."""
     return raw.get("quantization_config") or raw.get("compression_config")
+
+
+def has_kv_scales(raw: Mapping[str, Any]) -> bool:
+    """Whether a supported config.json announces scales of keys and values."""
+    return bool((declared_quantization(raw) or {}).get("kv_cache_scheme"))
 
 
 def why_unsupported(entry: Any) -> str | None:
@@ -88,6 +96,7 @@ def _compressed_tensors(entry: dict[str, Any]) -> str | None:
         or _difference(group, GROUP, f"{at}.")
         or _difference(group.get("weights"), WEIGHTS, f"{at}.weights.")
         or _difference(group.get("input_activations"), ACTIVATIONS, f"{at}.input_activations.")
+        or (_difference(scheme, KV_CACHE, "kv_cache_scheme.") if (scheme := entry.get("kv_cache_scheme")) else None)
     )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from widebeam.kv.pools import Pools
+from widebeam.kv.pools import UNSCALED, Pools, Scales
 from widebeam.model.config import ModelConfig
 from widebeam.model.layers import Linear, RMSNorm, Rotary, Stream, float32_linear
 from widebeam.model.ops import rotate_and_store, silu_mul
@@ -47,17 +47,25 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(layers, config.head_dim) if config.qk_norm else None
 
     def place(
-        self, layer: int, qkv: Tensor, rotation: Rotation, pools: Pools, slot_T: Tensor, query_rows: int
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        pools: Pools,
+        slot_T: Tensor,
+        query_rows: int,
+        scales: Scales = UNSCALED,
     ) -> tuple[Tensor, Tensor]:
         """Norm, rotate, and store keys and values in their slots: (q [query_rows, Q, D], k [T, K, D]).
 
         `query_rows` is a multiple of T: q then lies there several times over. With 0 there are no queries in `qkv`.
+        `scales` are those of float8 pools.
         """
         q_norm = None if self.q_norm is None else self.q_norm.weight[layer]
         k_norm = None if self.k_norm is None else self.k_norm.weight[layer]
         heads = self.num_heads if query_rows else 0
         return rotate_and_store(
-            qkv, *rotation, q_norm, k_norm, self.eps, *pools, slot_T, heads, self.num_kv_heads, query_rows
+            qkv, *rotation, q_norm, k_norm, self.eps, *pools, slot_T, heads, self.num_kv_heads, query_rows, *scales
         )
 
     def values(self, qkv: Tensor) -> Tensor:
@@ -106,12 +114,14 @@ class Layers(nn.Module):
         weight = self.post_attention_layernorm.weight[layer]
         return mlp(layer, *stream.norm(weight, self.eps, mlp.gate_up_proj.quantized))
 
-    def store(self, layer: int, stream: Stream, rotation: Rotation, pools: Pools, slot_T: Tensor) -> None:
+    def store(
+        self, layer: int, stream: Stream, rotation: Rotation, pools: Pools, slot_T: Tensor, scales: Scales = UNSCALED
+    ) -> None:
         """Nothing but a layer's keys and values, put in their slots: all that the last layer's early tokens owe."""
         attention = self.self_attn
         _, x_TH, scale = stream.norm(self.input_layernorm.weight[layer], self.eps, attention.qkv_proj.quantized)
         kv = attention.qkv_proj(layer, x_TH, scale, attention.q_size)
-        attention.place(layer, kv, rotation, pools, slot_T, 0)
+        attention.place(layer, kv, rotation, pools, slot_T, 0, scales)
 
 
 class Qwen3(nn.Module):
@@ -124,6 +134,8 @@ class Qwen3(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         self.config, self.shard = config, shard
+        self.kv_scales: tuple[Scales, ...] = ()
+        """Those of each layer that the checkpoint has, for float8 pages."""
         self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
         self.rotary = Rotary(config.rope, config.head_dim)
         self.layers = Layers(config, shard)

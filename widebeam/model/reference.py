@@ -50,14 +50,14 @@ class TorchContext:
             for width, length, table in zip(widths, lengths, pages, strict=True)
         ]
 
-    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k_SKD: Tensor, v_SKD: Tensor, k_scale: float) -> tuple[Tensor, Tensor]:
         k_pages, v_pages = (pool.unflatten(0, (-1, self._page_size)) for pool in (k_SKD, v_SKD))
 
         def parts() -> Iterable[tuple[int, Tensor, Tensor]]:
             for width, length, pages in self._requests:
                 yield width, k_pages[pages].flatten(0, 1)[:length], v_pages[pages].flatten(0, 1)[:length]
 
-        return _by_request(q, parts(), self._scale, causal=False)
+        return _by_request(q, parts(), self._scale * k_scale, causal=False)
 
 
 class TorchBackend:
@@ -69,7 +69,13 @@ class TorchBackend:
     replayable = False
 
     def __init__(
-        self, config: ModelConfig, page_size: int, max_pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        page_size: int,
+        max_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self._scale, self._page_size, self._device = config.head_dim**-0.5, page_size, device
 

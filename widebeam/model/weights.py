@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from widebeam.errors import CheckpointError
+from widebeam.kv.pools import Scales
 from widebeam.model.config import ModelConfig, read_json
 from widebeam.model.layers import Linear
 from widebeam.model.ops import FP8, quantize_rows
@@ -29,6 +30,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale")
 FUSED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -132,7 +134,11 @@ def load_model(
     stored = config.quantization == "fp8"
     model = empty_model(config, dtype, fp8=fp8, shard=shard).to_empty(device=device)
     model.rotary = type(model.rotary)(config.rope, config.head_dim).to(device)
-    targets = _targets(model, config, stored)
+    targets, scales_2L1 = _targets(model, config, stored), torch.zeros(2, config.num_layers, 1)
+    if config.kv_scales:
+        names = itertools.product(KV_SCALES, range(config.num_layers))
+        rows = scales_2L1.flatten(0, 1)
+        targets |= {f"model.layers.{n}.{name}": Target(row) for (name, n), row in zip(names, rows, strict=True)}
     missing = set(targets)
     for name, tensor in _stream(folder, config):
         if name not in targets:
@@ -140,6 +146,8 @@ def load_model(
             raise CheckpointError(f"{folder}: tensor {name!r} {place}")
         if name.endswith(".weight_scale") and tensor.dim() == 1:
             tensor = tensor[:, None]
+        if name.endswith(KV_SCALES) and tensor.dim() == 0:
+            tensor = tensor[None]
         if reason := targets[name].why_not(tensor):
             raise CheckpointError(f"{folder}: tensor {name!r} {reason}")
         targets[name].fill(tensor)
@@ -149,6 +157,10 @@ def load_model(
         raise CheckpointError(f"{folder}: {len(missing)} tensors are missing, among them {some}")
     if shard.rank > 0 and (bias := model.layers.self_attn.o_proj.bias) is not None:
         bias.zero_()  # a part of a sum: the first rank adds it
+    if config.kv_scales:
+        if not (scales_2L1.isfinite() & (scales_2L1 > 0)).all():
+            raise CheckpointError(f"{folder}: a scale of keys or values ({' or '.join(KV_SCALES)}) is not positive")
+        model.kv_scales = tuple(Scales(*pair) for pair in scales_2L1[:, :, 0].t().tolist())
     return model.eval()
 
 

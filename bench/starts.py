@@ -1,0 +1,107 @@
+"""Seconds from the start of a server's process until it is ready, without and with what an earlier start has left.
+
+    python bench/starts.py CHECKPOINT [--warmup fast full] [--save FILE.json] [-- serve flags]
+
+For each --warmup, `widebeam serve CHECKPOINT` starts twice, with cache folders of its own (TORCHINDUCTOR_CACHE_DIR and
+TRITON_CACHE_DIR) that are empty at first and then hold what the first start has compiled. Kernels of FlashInfer are
+neither: they are built once on a machine, so run any other benchmark before this one. What was loaded, compiled and
+captured is read from the server's log; on a CPU nothing is compiled. `fallbacks` and `late_graphs` are read from
+/metrics once it is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from report import header, save, table
+from servers import counts, machine, running_server, split_flags
+
+LOADED = re.compile(r"loaded in ([\d.]+) s")
+WARMED = re.compile(r"warm-up: (\d+) waves in ([\d.]+) s, Made\(compiled=(\d+), captured=(\d+), skipped=(\d+)\)")
+"""One line for any token and one for each catalog; what was made is counted from the start."""
+COLUMNS = {
+    "warmup": "warm-up", "caches": "caches", "ready_s": "ready s", "load_s": "load s", "warmup_s": "warm-up s",
+    "waves": "waves", "compiled": "compiled", "captured": "captured", "skipped": "skipped", "fallbacks": "fallbacks",
+    "late_graphs": "late graphs", "cache_mib": "caches MiB",
+}  # fmt: skip
+
+
+def said(log: str) -> dict[str, Any]:
+    """What a server's log tells of its start: seconds to load, and to warm up, with what that made. None where it says
+    nothing."""
+    loaded, warmed = LOADED.search(log), [found.groups() for found in WARMED.finditer(log)]
+    made = map(int, warmed[-1][2:]) if warmed else (None, None, None)
+    return {
+        "load_s": float(loaded[1]) if loaded else None,
+        "waves": sum(int(waves) for waves, *_ in warmed) if warmed else None,
+        "warmup_s": sum(float(seconds) for _, seconds, *_ in warmed) if warmed else None,
+        **dict(zip(("compiled", "captured", "skipped"), made, strict=True)),
+    }
+
+
+async def start(arguments: argparse.Namespace, warmup: str, caches: Path, log: IO[bytes]) -> dict[str, Any]:
+    """Start one server and stop it."""
+    folders = {name: str(caches / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    flags = ["--warmup", warmup, *arguments.serve]
+    try:
+        async with running_server(arguments.checkpoint, flags, os.environ | folders, log) as server:
+            found = {"ready_s": server.ready_s} | await counts(server.url)
+    finally:
+        log.seek(0)
+        text = log.read().decode()
+        sys.stderr.write(text)
+    return found | said(text) | {"cache_mib": size_of(caches) / 2**20, "exit_status": server.exit_status}
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Two starts for each way to warm up, in the order of the report's rows."""
+    starts = []
+    for warmup in arguments.warmup:
+        with tempfile.TemporaryDirectory() as caches:
+            for held in ("empty", "filled"):
+                with tempfile.TemporaryFile() as log:
+                    found = await start(arguments, warmup, Path(caches), log)
+                starts.append({"warmup": warmup, "caches": held} | found)
+                print(f"{warmup}, {held} caches: {found['ready_s']:.1f} s", file=sys.stderr, flush=True)
+    return starts
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """One row for each start."""
+    rows = [[start[key] for key in COLUMNS] for start in report["starts"]]
+    return f"{report['command']}\n{report['machine']}, {report['date']}.\n\n{table(list(COLUMNS.values()), rows)}"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options; what follows `--` is for `widebeam serve`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--warmup", nargs="+", choices=("none", "fast", "full"), default=["fast", "full"])
+    parser.add_argument("--save", type=Path, help="JSON file; its table goes beside it, as .md")
+    own, serve = split_flags(argv)
+    return parser.parse_args(own, argparse.Namespace(serve=serve))
+
+
+def main(argv: list[str]) -> None:
+    arguments = parse(argv)
+    report = {"starts": asyncio.run(measure(arguments))}
+    report = header(arguments) | {"machine": machine(), "command": shlex.join(sys.argv)} | report
+    print(markdown(report))
+    save(arguments.save, report, markdown(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

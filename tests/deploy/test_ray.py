@@ -1,0 +1,233 @@
+"""Replicas behind Ray Serve, on a real cluster of this machine: `make ray-test`."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.deploy.ray_cluster import Cluster, Load, application, running_cluster, wait_for
+from tests.http.service import MODEL_NAME, Answer, Service, running_service
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: make ray-test has an environment with it", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(400)
+RECOMMEND = {"history": ["item-1", "item-2"], "n": 3}
+SLOW = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "catalog": "none"}
+TEXT = {"max_new_tokens": 4, "temperature": 0}
+ID = {"x-request-id": "the-same"}
+CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "watched a"}], "n": 4, "beam_width": 4}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def applications(checkpoint: Path, catalog_file: Path) -> list[dict[str, Any]]:
+    """Two replicas at /; one that takes little, at /small; one to whose engine a long search is a hang, at /frail."""
+    engine = {"model": str(checkpoint), "catalog": f"items={catalog_file}"}
+    whole = application("whole", "/", engine, replicas=2)
+    whole["args"]["server"] = {"served_model_name": MODEL_NAME}
+    small = application("small", "/small", engine | {"max_waiting_requests": 2, "max_waiting_rows": 16},
+                        max_queued_requests=1, retry_after_s=7, max_replicas=2, target_rows=4)  # fmt: skip
+    frail = application("frail", "/frail", engine | {"hang_timeout_s": 0.001}, health_check_period_s=0.5)
+    return [whole, small, frail]
+
+
+@pytest.fixture(scope="module")
+def deployed(cluster: Cluster, applications: list[dict[str, Any]]) -> Cluster:
+    cluster.apply(*applications)
+    wait_for(lambda: cluster.replica_of(prefix="/small") is not None, 120)
+    wait_for(lambda: cluster.replica_of(prefix="/frail") is not None, 120)
+    wait_for(lambda: len(cluster.replicas()) == 2, 120)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, catalog_file: Path) -> Iterator[Service]:
+    """The same server without Ray."""
+    with running_service(checkpoint, (f"items={catalog_file}",)) as service:
+        yield service
+
+
+VOLATILE = {"timing_ms", "e2e_latency", "response_sent_to_client_ts", "created", "made_at"}
+ROUTES: list[tuple[str, str, Any]] = [
+    ("POST", "/v1/recommend", RECOMMEND),
+    ("POST", "/v1/recommend", RECOMMEND | {"n": -1}),
+    ("POST", "/v1/recommend", b"{"),
+    ("POST", "/v1/recommend", b"x" * (5 << 20)),
+    ("GET", "/v1/recommend", None),
+    ("POST", "/generate", {"text": "watched a", "sampling_params": {"n": 4, "beam_width": 4}}),
+    ("POST", "/generate", {"text": "watched a", "sampling_params": {"n": 4, "beam_width": 4}, "stream": True}),
+    ("POST", "/generate", {"text": ["watched a", "b"], "catalog": "none", "sampling_params": TEXT}),
+    ("POST", "/generate", {"text": 3}),
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/v1/chat/completions", CHAT | {"stream": True}),
+    ("POST", "/v1/chat/completions", CHAT | {"model": "other"}),
+    ("POST", "/v1/completions", {"model": MODEL_NAME, "prompt": "watched a", "n": 2, "beam_width": 4}),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/no%2Fsuch", None),
+    ("GET", "/v1/catalogs", None),
+    ("GET", "/v1/catalogs/items", None),
+    ("GET", "/health", None),
+    ("GET", "/ready", None),
+    ("GET", "/health_generate", None),
+    ("GET", "/model_info", None),
+    ("GET", "/openapi.json", None),
+    ("POST", "/abort_request", {"rid": "nobody"}),
+    ("POST", "/flush_cache", None),
+    ("GET", "/nowhere?at=all", None),
+    ("PUT", "/v1/models/../catalogs/items", {}),
+]
+
+
+def scrubbed(value: Any) -> Any:
+    """Without what differs from one answer to the next."""
+    if isinstance(value, dict):
+        return {name: scrubbed(part) for name, part in value.items() if name not in VOLATILE}
+    return [scrubbed(part) for part in value] if isinstance(value, list) else value
+
+
+def facts(answer: Answer) -> tuple[Any, ...]:
+    """What an answer says: its status, those headers that are the server's, and its content as far as it is fixed."""
+    kind = answer.headers.get("content-type", "")
+    content: Any = answer.content.decode()
+    if kind.startswith("text/event-stream"):
+        events = [line.removeprefix("data: ") for line in content.split("\n\n") if line]
+        content = [event if event == "[DONE]" else scrubbed(json.loads(event)) for event in events]
+    elif kind.startswith("application/json"):
+        content = scrubbed(json.loads(content))
+    headers = {name: answer.headers.get(name) for name in ("allow", "cache-control", "x-request-id", "retry-after")}
+    return answer.status, kind, headers, content
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route[0]} {route[1]} {str(route[2])[:40]}")
+def test_a_route_answers_as_without_ray(deployed: Cluster, plain: Service, route: tuple[str, str, Any]) -> None:
+    assert facts(deployed.call(*route, headers=ID)) == facts(plain.call(*route, headers=ID))
+
+
+def test_an_application_answers_behind_its_prefix(deployed: Cluster, plain: Service) -> None:
+    behind = deployed.call("POST", "/small/v1/recommend", RECOMMEND)
+    assert behind.json["items"] == plain.post("/v1/recommend", RECOMMEND).json["items"]
+
+
+@pytest.mark.parametrize("path", ["/v1/catalogs/items", "/small/v1/catalogs/items", "/v1/%63atalogs/items"])
+def test_a_change_of_one_replicas_catalog_is_refused(deployed: Cluster, path: str) -> None:
+    answer = deployed.call("POST", f"{path}/items", {"upsert": []}, ID)
+    assert (answer.status, answer.json["error"]["code"]) == (409, "one_of_several_replicas")
+    assert answer.json["error"]["request_id"] == "the-same"
+
+
+def test_one_session_meets_one_replica_and_all_sessions_meet_both(deployed: Cluster) -> None:
+    for session in ("a", "b", "c"):
+        assert len({deployed.replica_of(session) for _ in range(10)}) == 1
+    assert len(deployed.replicas()) == 2
+
+
+def test_a_caller_that_goes_away_ends_its_search(deployed: Cluster) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", deployed.port)
+    connection.request("POST", "/small/generate", json.dumps(SLOW))
+    wait_for(lambda: "widebeam_requests_in_flight 1" in metrics(deployed), 10)
+    connection.close()
+    wait_for(lambda: 'outcome="cancelled",route="/generate"' in metrics(deployed), 20)
+
+
+def metrics(cluster: Cluster) -> str:
+    return cluster.call("GET", "/small/metrics").content.decode()
+
+
+def test_too_much_is_refused_by_the_engine_in_its_words_and_by_the_proxy_in_its_own(deployed: Cluster) -> None:
+    answers: list[Answer] = []
+    body = RECOMMEND | {"beam_width": 16}
+    senders = [
+        threading.Thread(target=lambda: answers.append(deployed.call("POST", "/small/v1/recommend", body)))
+        for _ in range(24)
+    ]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
+    refused = [answer for answer in answers if answer.status == 429]
+    assert len(refused) < len(answers) and {answer.status for answer in answers} == {200, 429}
+    by_engine = [answer for answer in refused if answer.headers["content-type"] == "application/json"]
+    assert all(answer.json["error"]["code"] == "overloaded" for answer in by_engine)
+    by_proxy = [answer for answer in refused if answer not in by_engine]
+    assert by_proxy and {answer.headers["retry-after"] for answer in by_proxy} == {"7"}
+
+
+def test_rows_in_flight_bring_another_replica(deployed: Cluster) -> None:
+    assert len(deployed.replicas("/small")) == 1
+    with Load(deployed, "/small/v1/recommend", RECOMMEND | {"beam_width": 16}).running(4):
+        wait_for(lambda: len(deployed.replicas("/small", tries=10)) == 2, 240)
+
+
+def test_a_replica_whose_engine_died_is_replaced(deployed: Cluster) -> None:
+    before = deployed.replica_of(prefix="/frail")
+    wide = {"n": 64, "beam_width": 64, "max_new_tokens": 400, "ignore_eos": True}
+    answer = deployed.call("POST", "/frail/generate", {"input_ids": [5], "sampling_params": wide, "catalog": "none"})
+    assert (answer.status, answer.json["error"]["code"]) == (503, "engine_dead")
+    wait_for(lambda: deployed.replica_of(prefix="/frail") not in (before, None), 60)
+
+
+def test_a_killed_replica_takes_only_its_own_requests_with_it(deployed: Cluster) -> None:
+    before = deployed.replicas()
+    with Load(deployed, "/v1/recommend", RECOMMEND).running(4) as load:
+        wait_for(lambda: len(load.answers) > 20, 30)
+        os.kill(deployed.processes("whole")[0], signal.SIGKILL)
+        wait_for(lambda: len(found := deployed.replicas()) == 2 and found != before, 120)
+        done = len(load.answers)
+        wait_for(lambda: len(load.answers) > done + 20, 30)
+    failed = [answer.status for answer in load.answers if answer.status != 200]
+    assert len(failed) + len(load.broken) <= 4, "more than were in flight"
+    assert set(failed) <= {500, 503}
+    assert len(before & deployed.replicas()) == 1
+
+
+def test_a_new_catalog_comes_without_a_failed_or_mixed_answer(
+    deployed: Cluster, applications: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    other = tiny.save_catalog(tmp_path / "items.jsonl", seed=1)
+    other.write_text(other.read_text().replace('"item-', '"other-'))
+    before = deployed.replicas()
+    whole, *rest = applications
+    engine = whole["args"]["engine"] | {"catalog": f"items={other}"}
+    changed = whole | {"args": whole["args"] | {"engine": engine}}
+    body = {"prompt": "watched a next", "n": 5}
+    with Load(deployed, "/v1/recommend", body).running(4) as load:
+        wait_for(lambda: len(load.answers) > 20, 30)
+        deployed.apply(changed, *rest)
+        wait_for(lambda: len(found := deployed.replicas()) == 2 and not found & before, 120)
+        switched = len(load.answers)
+        wait_for(lambda: len(load.answers) > switched + 20, 30)
+    assert not load.broken and {answer.status for answer in load.answers} == {200}
+    sources = [{item["id"].split("-")[0] for item in answer.json["items"]} for answer in load.answers]
+    assert all(len(source) == 1 for source in sources)
+    assert sources[0] == {"item"} and all(source == {"other"} for source in sources[switched + 4 :])
+
+
+def test_an_update_that_cannot_start_leaves_the_others_at_work(
+    deployed: Cluster, applications: list[dict[str, Any]]
+) -> None:
+    whole, *rest = applications
+    broken = whole | {"args": whole["args"] | {"engine": whole["args"]["engine"] | {"catalog": "/no/such/file.jsonl"}}}
+    with Load(deployed, "/v1/recommend", {"prompt": "watched a next", "n": 5}).running(2) as load:
+        deployed.apply(broken, *rest)
+        wait_for(lambda: len(deployed.replicas()) == 1, 60)
+        done = len(load.answers)
+        wait_for(lambda: len(load.answers) > done + 50, 60)
+        deployed.apply(whole, *rest)
+        wait_for(lambda: len(deployed.replicas()) == 2, 120)
+    assert not load.broken and {answer.status for answer in load.answers} == {200}
