@@ -97,14 +97,16 @@ def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(divisible: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+def both(divisible: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Both]:
+    """With other settings, too, if a test's parameter has some."""
+    settings = SETTINGS | getattr(request, "param", {}) | {"model": str(divisible)}
     files = tmp_path_factory.mktemp("catalogs")
     token_id = Tokenizer(divisible).token_id
 
     def load(**shape: Any) -> Catalog:
         return Catalog.load(tiny.save_catalog(files / "items.jsonl", codes=CODES, **shape), token_id=token_id)
 
-    config = EngineConfig(**(SETTINGS | {"model": str(divisible), "tensor_parallel_size": 2}))
+    config = EngineConfig(**settings, tensor_parallel_size=2)
     ended: list[str] = []
     followers = Followers(config, divisible, ended.append)
     followers.start()
@@ -113,7 +115,7 @@ def both(divisible: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         divided = Runtime(
             config, divisible, model, model.max_position_embeddings, Ranks(followers.place, config, False)
         )
-        alone = EngineConfig(**(SETTINGS | {"model": str(divisible)}))
+        alone = EngineConfig(**settings)
         whole = Runtime(alone, divisible, model, model.max_position_embeddings)
         yield Both(divided, whole, load)
         divided.close()
@@ -248,6 +250,7 @@ def test_the_collectives_are_traced_whole(both: Both, monkeypatch: pytest.Monkey
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide"),
         ({"tensor_parallel_size": 2, "device": "cuda:0"}, "--device cuda:0 is one device"),
         ({"tensor_parallel_size": 2, "device": "cuda"}, "rank 1 would run on cuda:1, but torch sees"),
+        ({"tensor_parallel_size": 2, "prefix_cache_host_gib": 1.0}, "--prefix-cache-host-gib 1 is for one GPU"),
         ({"tensor_parallel_size": 0}, "bad setting"),
     ],
 )
@@ -267,3 +270,13 @@ def test_torchrun_decides_which_rank_a_process_is() -> None:
     assert torchrun_place(config, {"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, None)
     with pytest.raises(ConfigError, match=r"torchrun started 4 processes"):
         torchrun_place(config, {"RANK": "1", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize("both", [{"kv_cache_dtype": "fp8"}], ids=["float8 pages"], indirect=True)
+def test_float8_pages(both: Both) -> None:
+    """Of the same scales, read as they are written, and shared. Last: another pair of runtimes."""
+    assert both.divided.core.context.pools.k.dtype == torch.float8_e4m3fn
+    layers = range(both.whole.core.model.config.num_layers)
+    scales = [[each.core.context.scales(layer) for layer in layers] for each in (both.divided, both.whole)]
+    assert scales[0] == scales[1]
+    test_prompts_that_begin_alike_share_pages(both)

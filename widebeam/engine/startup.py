@@ -44,11 +44,17 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 
 def check_division(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if the model cannot be divided as the settings say, or not on this machine."""
+    """Raise ConfigError if the model cannot be divided as the settings say: not at all, not on this machine, or not
+    with what is for one GPU."""
     size = config.tensor_parallel_size
     if size == 1:
         return
     Shard(size=size).config(model)
+    if config.prefix_cache_host_gib:
+        raise ConfigError(
+            f"--prefix-cache-host-gib {config.prefix_cache_host_gib:g} is for one GPU: leave it at 0 with "
+            f"--tensor-parallel-size {size}"
+        )
     if ":" in config.device:
         raise ConfigError(f"--device {config.device} is one device, and --tensor-parallel-size {size} takes {size}")
     choose_device(config.device, size - 1)

@@ -76,8 +76,6 @@ class Shard:
 
     def least(self, number: int, device: torch.device) -> int:
         """The least that any rank says. Waits for all of them."""
-        if self.size == 1:
-            return number
         return int(self._reduced(torch.tensor([number], device=device), "min"))
 
     def joined(self, x_RX: Tensor, total: int, room: int) -> Tensor:
@@ -87,6 +85,8 @@ class Shard:
         return self.gather(padded).transpose(0, 1).flatten(1)[:, :total]
 
     def _reduced(self, x: Tensor, how: str) -> Tensor:
+        if self.size == 1:
+            return x
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.all_reduce(x.contiguous(), how, self.group))
 
