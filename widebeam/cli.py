@@ -63,8 +63,10 @@ def _serve(arguments: list[str]) -> int:
         place = torchrun_place(config.engine)
         if place is not None and place.rank > 0:
             from widebeam.engine.follower import follow_torchrun
+            from widebeam.http.logs import configure
 
-            return follow_torchrun(config.engine, place)
+            configure(config.server.log_level, config.server.log_format)
+            follow_torchrun(config.engine, place)
     from widebeam.http.server import run
 
     return run(config)

@@ -167,7 +167,8 @@ class Engine(Recommending, Blocking):
         finally:
             died.cancel()
         if not ready.done():
-            raise StartupError("a rank of the model has ended while it started; it says why above")
+            ready.cancel()
+            raise StartupError("another rank of the model has ended while it started; it says why")
         return ready.result()
 
     def _check_eviction(self) -> None:

@@ -1,7 +1,7 @@
 """A rank that follows: it runs what the leader runs, on its own part of the model, and reads nothing back.
 
 `python -m widebeam.engine.follower` is how a leader starts it: one line of JSON comes on stdin, which then stays open
-for as long as the leader lives.
+for as long as the leader lives. Its log goes to the leader, through stdout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, NoReturn, cast
 
 import msgspec
 import numpy as np
@@ -28,22 +28,14 @@ from widebeam.engine.messages import Answer, Launch, Message, Nodes, Reserve, St
 from widebeam.engine.ranks import Place, Ranks
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.search import Between, launch_wave
+from widebeam.engine.spawn import Errand, Line
 from widebeam.engine.startup import choose_device, longest_context
 from widebeam.errors import StartupError
 from widebeam.model.config import load_model_config
 from widebeam.model.weights import resolve_checkpoint
 from widebeam.ranges import RangeLease
 
-log = logging.getLogger(__name__)
-
-
-class Errand(msgspec.Struct, frozen=True):
-    """What a follower is told at its start."""
-
-    config: EngineConfig
-    folder: str
-    """The checkpoint's."""
-    place: Place
+log = logging.getLogger("widebeam.engine.follower")  # also where it is __main__
 
 
 @dataclass(eq=False)
@@ -152,17 +144,23 @@ def follow(errand: Errand) -> int:
         runtime = Runtime(config, Path(errand.folder), model_config, longest, ranks)
         Follower(runtime, ranks).run()
     except StartupError as error:
-        print(f"widebeam: rank {place.rank}: {error}", file=sys.stderr)
+        log.error("%s", error)
         return 2
     except Exception:
-        log.exception("rank %d ends", place.rank)
+        log.exception("this rank is out of step, and ends")
         return os.EX_SOFTWARE
     return 0
 
 
-def follow_torchrun(config: EngineConfig, place: Place) -> int:
-    """`follow` for a process that torchrun started."""
-    return follow(Errand(config, str(resolve_checkpoint(config.model, config.revision)), place))
+def follow_torchrun(config: EngineConfig, place: Place) -> NoReturn:
+    """`follow` for a process that torchrun started. Raises StartupError if there is no such checkpoint."""
+    _end(follow(Errand(config, str(resolve_checkpoint(config.model, config.revision)), place)))
+
+
+def _end(status: int) -> NoReturn:
+    """At once: NCCL, or a broken device, may hold up the interpreter's own end for ever."""
+    logging.shutdown()
+    os._exit(status)
 
 
 def _end_with_the_leader() -> None:
@@ -171,14 +169,31 @@ def _end_with_the_leader() -> None:
     os._exit(os.EX_SOFTWARE)
 
 
+class ToLeader(logging.Handler):
+    """Sends records to a leader that logs them."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        exception = logging.Formatter().formatException(record.exc_info) if record.exc_info else None
+        line = Line(record.name, record.levelno, record.getMessage(), exception)
+        try:
+            self._stream.write(msgspec.json.encode(line) + b"\n")
+        except OSError:  # the leader has ended
+            self.handleError(record)
+
+
 def main() -> None:
     """Follow the process that started this one."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    lines = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what libraries print is no line for the leader
+    logging.basicConfig(level=logging.WARNING, handlers=[ToLeader(lines)])
+    logging.captureWarnings(True)
     errand = msgspec.json.decode(sys.stdin.buffer.readline(), type=Errand)
     threading.Thread(target=_end_with_the_leader, daemon=True).start()
-    status = follow(errand)
-    sys.stderr.flush()
-    os._exit(status)  # a broken device may hold up the interpreter's own end for ever
+    _end(follow(errand))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from widebeam.config import EngineConfig
 from widebeam.engine.messages import Frame, Message
 from widebeam.engine.watchdog import LAUNCH_FACTOR
-from widebeam.errors import ConfigError
+from widebeam.errors import ConfigError, StartupError
 from widebeam.model.parallel import Shard
 
 INLINE = 8192
@@ -103,16 +103,19 @@ class Ranks:
     """The process groups of one rank. All ranks make it together."""
 
     def __init__(self, place: Place, config: EngineConfig, cuda: bool) -> None:
-        """Waits for all. Raises ConfigError."""
+        """Waits for all. Raises StartupError."""
         if dist.is_initialized():
             raise ConfigError("--tensor-parallel-size: this process has another engine of several ranks")
         timeout = datetime.timedelta(seconds=LAUNCH_FACTOR * config.hang_timeout_s)
         if place.spawns and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside can connect
         store = None if place.store is None else dist.FileStore(place.store, place.size)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=place.rank, world_size=place.size, timeout=timeout
-        )
+        try:
+            dist.init_process_group(
+                "nccl" if cuda else "gloo", store=store, rank=place.rank, world_size=place.size, timeout=timeout
+            )
+        except (RuntimeError, ValueError) as error:  # a port that is taken, a variable that is not set, nobody there
+            raise ConfigError(f"--tensor-parallel-size: the ranks do not meet: {str(error).splitlines()[0]}") from error
         assert dist.group.WORLD is not None
         self.shard = Shard(place.rank, place.size, dist.group.WORLD.group_name)
         self.commands = Channel(dist.new_group(backend="gloo", timeout=IDLE))
@@ -122,11 +125,14 @@ class Ranks:
         self._checks = dist.new_group(backend="gloo", timeout=timeout)
 
     def agree(self, chosen: Mapping[str, object]) -> None:
-        """Raise ConfigError, on all ranks, if they do not have the same."""
+        """Raise ConfigError, on all ranks, if they do not have the same; StartupError if one of them has ended."""
         words = [hashlib.blake2b(repr(value).encode(), digest_size=8).digest() for value in chosen.values()]
         mine = torch.from_numpy(np.frombuffer(bytearray(b"".join(words)), np.int64))
         all_of_them = [torch.empty_like(mine) for _ in range(self.shard.size)]
-        dist.all_gather(all_of_them, mine, self._checks)
+        try:
+            dist.all_gather(all_of_them, mine, self._checks)
+        except RuntimeError as error:
+            raise StartupError("another rank of the model has ended while it started; it says why") from error
         for place, name in enumerate(chosen):
             if any(theirs[place] != all_of_them[0][place] for theirs in all_of_them):
                 raise ConfigError(f"--tensor-parallel-size: the ranks differ in {name}")

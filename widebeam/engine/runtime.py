@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from widebeam.config import EngineConfig
@@ -45,7 +46,7 @@ from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
 from widebeam.model.fp8 import kv_dtype, wants_fp8
 from widebeam.model.parallel import WHOLE
-from widebeam.model.weights import load_model, weight_bytes
+from widebeam.model.weights import fingerprint, load_model, weight_bytes
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,11 @@ class Runtime:
         }
         """What was chosen, in words."""
         if ranks is not None:
-            ranks.agree({"the checkpoint's config": model_config, "settings": config, "what they can do": self.info})
+            settings = msgspec.structs.replace(config, model="")  # which may lie elsewhere on another machine
+            ranks.agree({"the checkpoint's config": model_config, "settings": settings, "what they can do": self.info})
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8, shard=shard)
+        if ranks is not None:
+            ranks.agree({"the checkpoint's weights": fingerprint(self._model)})
         self._catalogs, self._masks = self._rooms()
         host_pages = make_host_pages(config, model_config, self._kv_dtype, self.device)
         self._compiles = self.device.type == "cuda" and not config.enforce_eager

@@ -22,6 +22,25 @@ END_S = 10.0
 """For a process to end once it may."""
 
 
+class Errand(msgspec.Struct, frozen=True):
+    """What a follower is told at its start: one line of JSON on its stdin."""
+
+    config: EngineConfig
+    folder: str
+    """The checkpoint's."""
+    place: Place
+
+
+class Line(msgspec.Struct, frozen=True):
+    """What a follower has for the log: a line of JSON each on its stdout."""
+
+    logger: str
+    level: int
+    message: str
+    exception: str | None
+    """Its traceback."""
+
+
 class Followers:
     """One process for each rank but the first. They end when this process does, however it ends."""
 
@@ -46,18 +65,22 @@ class Followers:
             process = subprocess.Popen(
                 [sys.executable, "-m", "widebeam.engine.follower"],
                 stdin=subprocess.PIPE,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else 2,  # stdout is the leader's alone
+                stdout=subprocess.PIPE,
                 start_new_session=True,  # an interrupt from the terminal is for the leader
                 env=os.environ | {"TQDM_DISABLE": "1"},
             )
             self._processes.append(process)
             assert process.stdin is not None
-            errand = {"config": self._config, "folder": str(self._folder), "place": self._place(rank)}
+            errand = Errand(self._config, str(self._folder), self._place(rank))
             process.stdin.write(msgspec.json.encode(errand) + b"\n")
             process.stdin.flush()
             threading.Thread(target=self._watch, args=(rank, process), name="widebeam-watch", daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                _pass_on(rank, line)
         status = process.wait()
         if status and not self._closing.is_set():  # 0: the leader has told it to
             reason = f"rank {rank} of the model has ended with status {status}"
@@ -76,3 +99,16 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()  # which a broken device may hold up: nobody waits for that
         shutil.rmtree(self._meeting, ignore_errors=True)
+
+
+def _pass_on(rank: int, line: bytes) -> None:
+    """Log what a follower has to say, as everything is logged here."""
+    try:
+        said = msgspec.json.decode(line, type=Line)
+    except msgspec.DecodeError:  # it was killed as it wrote
+        said = Line(__name__, logging.WARNING, line.decode(errors="replace"), None)
+    logger = logging.getLogger(said.logger)
+    if logger.isEnabledFor(said.level):
+        record = logger.makeRecord(said.logger, said.level, "", 0, "rank %d: %s", (rank, said.message), None)
+        record.exc_text = said.exception
+        logger.handle(record)

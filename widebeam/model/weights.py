@@ -164,6 +164,12 @@ def load_model(
     return model.eval()
 
 
+def fingerprint(model: Qwen3) -> int:
+    """A number that tells checkpoints of one shape apart, from what all ranks have whole: a sum of 16-bit words."""
+    whole = (model.embed_tokens, model.head_VH, model.norm)
+    return sum(int(weight.data.view(torch.int16).sum()) for weight in whole)
+
+
 def _targets(model: Qwen3, config: ModelConfig, stored: bool) -> dict[str, Target]:
     """Checkpoint name -> what it fills. `stored`: scales of quantised weights are tensors of the checkpoint."""
     targets: dict[str, Target] = {}
