@@ -177,11 +177,11 @@ class ToLeader(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        exception = logging.Formatter().formatException(record.exc_info) if record.exc_info else None
-        line = Line(record.name, record.levelno, record.getMessage(), exception)
         try:
+            exception = logging.Formatter().formatException(record.exc_info) if record.exc_info else None
+            line = Line(record.name, record.levelno, record.getMessage(), exception)
             self._stream.write(msgspec.json.encode(line) + b"\n")
-        except OSError:  # the leader has ended
+        except Exception:  # the leader has ended, or a text cannot be encoded
             self.handleError(record)
 
 

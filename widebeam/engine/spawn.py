@@ -80,7 +80,7 @@ class Followers:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                _pass_on(rank, line)
+                pass_on(rank, line)
         status = process.wait()
         if status and not self._closing.is_set():  # 0: the leader has told it to
             reason = f"rank {rank} of the model has ended with status {status}"
@@ -101,8 +101,8 @@ class Followers:
         shutil.rmtree(self._meeting, ignore_errors=True)
 
 
-def _pass_on(rank: int, line: bytes) -> None:
-    """Log what a follower has to say, as everything is logged here."""
+def pass_on(rank: int, line: bytes) -> None:
+    """Log a Line of a follower, as everything is logged here."""
     try:
         said = msgspec.json.decode(line, type=Line)
     except msgspec.DecodeError:  # it was killed as it wrote
