@@ -18,6 +18,7 @@ import atexit
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -147,8 +148,15 @@ def other_ranks(config: EngineConfig, folder: Path) -> Ranks | None:
         return None
     followers = Followers(config, folder, lambda _: os._exit(os.EX_SOFTWARE))
     followers.start()
-    atexit.register(followers.close)
+    atexit.register(end_with, followers)
     return Ranks(followers.place, config, choose_device(config.device).type == "cuda")
+
+
+def end_with(followers: Followers) -> None:
+    """End all ranks; this process at once, as NCCL may hold up the interpreter's own end for ever."""
+    followers.close()
+    sys.stdout.flush()
+    os._exit(int(hasattr(sys, "last_value")))  # which an error has set
 
 
 def run_wave(runtime: Runtime, jobs: list[Job]) -> SearchResult:
