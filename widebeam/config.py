@@ -91,7 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that an installed package offers by entry points of the group `widebeam.eviction`."""
     prefix_cache_host_gib: Annotated[float, Meta(ge=0, le=MAX_GIB)] = 0.0
     """Memory of the host, pinned if there is a GPU, for pages of the prefix cache that have to make room; they come
-    back where that is faster than computing them again. 0: none. Needs prefix_cache on."""
+    back where that is faster than computing them again. 0: none. Needs prefix_cache on, and one GPU."""
     check_host_pages: bool = False
     """Compare pages from the host's memory with a checksum of what was saved, which takes time; for finding faults."""
     page_size: Annotated[int, Meta(ge=1, le=256)] = 64
