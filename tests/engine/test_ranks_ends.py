@@ -27,10 +27,11 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": 2, "hang_ti
 
 @pytest.fixture
 def no_groups_are_left() -> Iterator[None]:
-    """A process whose engine has died goes; this one goes on."""
+    """A process whose engine has died goes; this one goes on, and torch must number its groups from 0 again."""
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 def statuses(engine: Engine) -> list[int]:
@@ -42,7 +43,7 @@ def statuses(engine: Engine) -> list[int]:
 async def test_ranks_of_other_weights_do_not_start(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them end. What a follower says goes through the leader's log, in whatever form that has."""
+    """All of them end, and the first to notice says why: the leader, or a follower through the leader's log."""
     other, start = tiny.save_checkpoint(tmp_path, scale=0.3, seed=1), Followers.start
 
     def start_with_other(followers: Followers) -> None:
@@ -51,11 +52,11 @@ async def test_ranks_of_other_weights_do_not_start(
 
     monkeypatch.setattr(Followers, "start", start_with_other)
     engine, difference = Engine(str(checkpoint), **SETTINGS), "the ranks differ in the checkpoint's weights"
-    with pytest.raises(StartupError, match=f"{difference}|another rank of the model has ended"):  # who is first
+    with pytest.raises(StartupError) as raised:
         await engine.start()
-    assert statuses(engine) == [2]
-    said = [(record.levelno, record.getMessage()) for record in caplog.records if record.name.endswith("follower")]
-    assert said == [(logging.ERROR, f"rank 1: --tensor-parallel-size: {difference}")]
+    assert all(statuses(engine))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert difference in str(raised.value) or f"rank 1: --tensor-parallel-size: {difference}" in said
 
 
 async def test_a_wave_that_runs_out_of_memory_ends_the_engine(
