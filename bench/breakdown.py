@@ -31,6 +31,7 @@ from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
 
 KINDS = {
+    "collectives": r"nccl|c10d|gloo",
     "attention": r"flashinfer|BatchPrefill|PrefillWith|MergeState|flash_|fmha|attention|sdpa",
     "GEMM": r"gemm|nvjet|xmma|splitK|cublas|cutlass|wgmma|_mm\b|::(mm|bmm|addmm|linear|matmul)\b|triton_tem_",
     "selection": r"topk|top_k|sort|radix|segment|(?<!index_)select|bitonic|argmax|cumsum|scan|searchsorted|nonzero"

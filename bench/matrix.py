@@ -62,10 +62,12 @@ def markdown(report: dict[str, Any]) -> str:
     catalog = "full vocabulary"
     if arguments["catalog"] != "None":
         catalog = f"catalog {Path(arguments['catalog']).name}, normalised by level"
+    ranks = arguments.get("tensor_parallel_size", "1")
+    divided = "" if ranks == "1" else f", divided among {ranks} processes"
     return "\n".join([
         f"{report['shape'] or Path(arguments['checkpoint']).name}, {report['dtype']}, quantization "
-        f"{arguments['quantization']}, {catalog}; width {arguments['width']} and {arguments['tokens']} tokens unless "
-        f"the case says else (CONTEXTxREQUESTSxWIDTHxTOKENS).",
+        f"{arguments['quantization']}, {catalog}{divided}; width {arguments['width']} and {arguments['tokens']} tokens "
+        f"unless the case says else (CONTEXTxREQUESTSxWIDTHxTOKENS).",
         f"Milliseconds, medians of {arguments['repeats']}. {report['machine']}, {report['date']}. "
         f"Fallbacks since the start: {report['fallbacks']}.",
         "",

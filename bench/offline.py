@@ -14,9 +14,11 @@ JSON.
 from __future__ import annotations
 
 import argparse
+import atexit
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -32,9 +34,12 @@ from report import header, save
 from widebeam.config import EngineConfig
 from widebeam.constraints.arena import device_bytes
 from widebeam.constraints.catalog import Catalog
+from widebeam.engine.ranks import Ranks
 from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job
+from widebeam.engine.spawn import Followers
+from widebeam.engine.startup import choose_device
 from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
 from widebeam.errors import OutOfMemory
 from widebeam.model.config import ModelConfig, load_model_config
@@ -129,9 +134,27 @@ def make_runtime(
         filter_memory_gib=LEAST_FILTER_GIB,
         max_total_tokens=max(case.requests * (case.context + LARGEST_PAGE) for case in cases) + longest,
         beam_kv_tokens=max(1, *(Wave([job.search for job in jobs], rows).beam_slots for _, jobs in waves.values())),
+        tensor_parallel_size=arguments.tensor_parallel_size,
         **optional,
     )
-    return Runtime(config, folder, model, longest)
+    return Runtime(config, folder, model, longest, other_ranks(config, folder))
+
+
+def other_ranks(config: EngineConfig, folder: Path) -> Ranks | None:
+    """Those that run the model together with this process, for as long as it lives; it ends with any of them."""
+    if config.tensor_parallel_size == 1:
+        return None
+    followers = Followers(config, folder, lambda _: os._exit(os.EX_SOFTWARE))
+    followers.start()
+    atexit.register(end_with, followers)
+    return Ranks(followers.place, config, choose_device(config.device).type == "cuda")
+
+
+def end_with(followers: Followers) -> None:
+    """End all ranks; this process at once, as NCCL may hold up the interpreter's own end for ever."""
+    followers.close()
+    sys.stdout.flush()
+    os._exit(int(hasattr(sys, "last_value")))  # which an error has set
 
 
 def run_wave(runtime: Runtime, jobs: list[Job]) -> SearchResult:
@@ -222,6 +245,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", help="as in `widebeam serve`, such as fp8")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that run the model together")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--save", type=Path, help="JSON file; its table goes beside it, as .md")
     return parser

@@ -56,10 +56,22 @@ def main(argv: list[str] | None = None) -> None:
 
 def _serve(arguments: list[str]) -> int:
     from widebeam.config import Config
-    from widebeam.http.server import run
     from widebeam.settings import parse
 
-    return run(parse(Config, arguments, "widebeam serve MODEL"))
+    config = parse(Config, arguments, "widebeam serve MODEL")
+    if config.engine.tensor_parallel_size > 1:
+        from widebeam.engine.ranks import torchrun_place
+
+        place = torchrun_place(config.engine)
+        if place is not None and place.rank > 0:
+            from widebeam.engine.follower import follow_torchrun
+            from widebeam.http.logs import configure
+
+            configure(config.server.log_level, config.server.log_format)
+            follow_torchrun(config.engine, place)
+    from widebeam.http.server import run
+
+    return run(config)
 
 
 def _generate(arguments: list[str]) -> int:

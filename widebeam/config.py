@@ -79,6 +79,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Rows to decode for those requests, over all levels; by default what 64 full waves can have."""
     max_waiting_tokens: Positive | None = None
     """Prompt tokens of those requests; by default 64 full waves of them."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    """GPUs that run one model together, each a part of its heads and of its MLP, in a process of its own. The leader,
+    which starts the others unless torchrun has, answers requests. It must divide the model's numbers of heads."""
     hang_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     """Time for which the device may work on one wave; a launch, which may compile, gets ten times that. Past it the
     engine answers everybody with an error, and the server ends."""
@@ -89,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that an installed package offers by entry points of the group `widebeam.eviction`."""
     prefix_cache_host_gib: Annotated[float, Meta(ge=0, le=MAX_GIB)] = 0.0
     """Memory of the host, pinned if there is a GPU, for pages of the prefix cache that have to make room; they come
-    back where that is faster than computing them again. 0: none. Needs prefix_cache on."""
+    back where that is faster than computing them again. 0: none. Needs prefix_cache on, and one GPU."""
     check_host_pages: bool = False
     """Compare pages from the host's memory with a checksum of what was saved, which takes time; for finding faults."""
     page_size: Annotated[int, Meta(ge=1, le=256)] = 64

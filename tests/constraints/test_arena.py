@@ -23,6 +23,7 @@ from widebeam.engine import staging
 from widebeam.engine.scoring import catalog_candidates
 from widebeam.errors import CatalogError
 from widebeam.model.layers import float32_linear
+from widebeam.model.parallel import WHOLE
 
 CPU = torch.device("cpu")
 PLACES = 120
@@ -167,7 +168,9 @@ def test_padding_of_a_codebook_changes_no_bit(normalizer: Any, monkeypatch: pyte
     version.level_token_ids = [np.arange(200, 205), np.arange(230, 400, 7)[:23]]
     head_VH = torch.eye(vocab_size)
     model: Any = SimpleNamespace(
-        head_VH=head_VH, logits=lambda hidden, head=None: float32_linear(hidden, head_VH if head is None else head)
+        head_VH=head_VH,
+        shard=WHOLE,
+        logits=lambda hidden, head=None: float32_linear(hidden, head_VH if head is None else head),
     )
     arena: Any = CatalogArena(1 << 14, CPU)
     arena.reserve(version)

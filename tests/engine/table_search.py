@@ -22,6 +22,7 @@ from widebeam.engine.search import collect, wave_data
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.model.layers import float32_linear
+from widebeam.model.parallel import WHOLE
 
 
 class Table:
@@ -30,7 +31,7 @@ class Table:
     def __init__(self, vocab_size: int, seed: int, step: float = 0.5) -> None:
         self.vocab_size, self.seed, self.step = vocab_size, seed, step
         self.config = SimpleNamespace(vocab_size=vocab_size)
-        self.head_VH = torch.eye(vocab_size)
+        self.head_VH, self.shard = torch.eye(vocab_size), WHOLE
 
     def row(self, prefix: Prefix) -> Tensor:
         rng = np.random.default_rng([self.seed, *prefix])

@@ -19,7 +19,7 @@ from tests.engine.table_search import Table, run
 from tests.oracle import Found, Prefix, beam_search
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
-from widebeam.engine import scoring
+from widebeam.engine import vocabulary
 from widebeam.engine.selection import compact
 from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
 from widebeam.policies import LevelPlan
@@ -30,7 +30,7 @@ VOCAB = 12
 @pytest.fixture(autouse=True)
 def narrow_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that even this vocabulary has several, the last of them shorter."""
-    monkeypatch.setattr(scoring, "COLUMN", 5)
+    monkeypatch.setattr(vocabulary, "COLUMN", 5)
 
 
 def make_search(widths: tuple[int, ...], n: int, **fields: Any) -> Search:

@@ -17,7 +17,7 @@ from tests.engine.table_search import Table, run
 from tests.engine.test_selection import VOCAB, assert_identical, catalogs, float32_logprobs, make_catalog, make_search
 from tests.oracle import Prefix, goes_on, legal
 from widebeam.constraints.filters import ItemMask
-from widebeam.engine import scoring
+from widebeam.engine import vocabulary
 from widebeam.engine.noise import gumbel, mix
 from widebeam.engine.wave import narrowed
 from widebeam.policies import LevelPlan
@@ -29,7 +29,7 @@ NONE: frozenset[int] = frozenset()
 
 @pytest.fixture(autouse=True)
 def narrow_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "COLUMN", COLUMN)
+    monkeypatch.setattr(vocabulary, "COLUMN", COLUMN)
 
 
 # The noise and the sample, written plainly

@@ -66,11 +66,11 @@ class Bench:
         self.dead = threading.Event()
 
         def nothing(*_: Any) -> None:
-            """There is no prefix cache."""
+            """There is no prefix cache, and no other rank."""
 
         runtime: Any = SimpleNamespace(
             limits=LIMITS, launch=self._launch, settle=nothing, look_up=nothing, move_pages=nothing, moves_pages=False,
-            note_prefill=nothing,
+            note_prefill=nothing, close=nothing,
         )  # fmt: skip
         self.worker = Worker(lambda: runtime, self._deliver, self.dead.set)
         self.worker.start()

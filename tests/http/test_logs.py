@@ -15,9 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.http.service import Service, running_service, wait_until
+from widebeam.engine.spawn import Line, pass_on
 from widebeam.http.logs import JsonFormatter, TextFormatter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,6 +240,17 @@ def test_an_exception_is_part_of_the_object(log: Log) -> None:
     assert line["message"] == "it failed" and line["level"] == "error"
     assert line["exception"].startswith("Traceback") and "test_logs.py" in line["exception"]
     assert log.text()[0].endswith("it failed") and log.text()[1].startswith("Traceback")
+
+
+def test_other_ranks_speak_in_the_same_form(log: Log) -> None:
+    said = Line("widebeam.engine.follower", logging.ERROR, "out of step", "Traceback (most recent call last):\n  ..")
+    pass_on(3, msgspec.json.encode(said) + b"\n")
+    pass_on(3, b'{"logger": "widebeam')  # it was killed
+    whole, half = log.json()
+    assert (whole["logger"], whole["level"], whole["message"]) == (said.logger, "error", "rank 3: out of step")
+    assert whole["exception"] == said.exception
+    assert (half["level"], half["message"]) == ("warning", 'rank 3: {"logger": "widebeam')
+    assert log.text()[1].startswith("Traceback")
 
 
 PROGRAM = """

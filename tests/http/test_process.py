@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from tests.http.hostile import GOOD
 from tests.http.process import LEVELS, LONG, Process, starter
-from tests.http.service import Answer, wait_until
+from tests.http.service import Answer, Service, wait_until
 from widebeam.http.server import BROKEN
 
 
@@ -173,3 +174,57 @@ def test_a_gpu_that_hangs_for_ever_ends_the_process(start: Callable[..., Process
         assert server.popen.wait(30) == BROKEN
     log = server.log.read_text()
     assert "stacks follow" in log and "Thread 0x" in log and "in hanging" in log
+
+
+DIVIDED = ("--port", "0", "--tensor-parallel-size", "2", "--hang-timeout-s", "20", "--default-beam-width", "16")
+
+
+def follower_of(server: Process) -> int:
+    """The process of the second rank."""
+    (pid,) = (
+        int(pid)
+        for file in Path(f"/proc/{server.popen.pid}/task").glob("*/children")
+        for pid in file.read_text().split()
+    )
+    return pid
+
+
+def lives(pid: int) -> bool:
+    """Neither gone nor waiting for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_divided_model_answers_and_ends_with_a_rank(
+    start: Callable[..., Process], catalog_file: Path, service: Service
+) -> None:
+    """Catalogs change under load as ever; a rank that is lost takes the whole server along, with an answer for all."""
+    server = start(*DIVIDED).ready()
+    expected, found = service.post("/v1/recommend", GOOD), server.post("/v1/recommend", GOOD)
+    assert found is not None and found.status == 200
+    assert [item["id"] for item in found.json["items"]] == [item["id"] for item in expected.json["items"]]
+    with ThreadPoolExecutor(1) as pool, Load(server).running(2) as load:
+        for version in (2, 3):
+            update = {
+                "upsert": [json.loads(catalog_file.read_text().splitlines()[version]) | {"item_id": f"new-{version}"}]
+            }
+            answer = server.post(f"/v1/catalogs/{catalog_file.stem}/items", update)
+            assert answer is not None and (answer.status, answer.json["version"]) == (200, version)
+        searching = pool.submit(server.post, "/generate", LONG)
+        wait_until(lambda: server.in_flight() > 0 and all(load.answers), 30)
+        os.kill(follower_of(server), signal.SIGKILL)
+        answer = searching.result(60)
+        assert answer is not None and answer.status in (200, 503)
+        assert server.popen.wait(30) == BROKEN
+    load.check()
+    assert "rank 1 of the model has ended with status -9" in server.log.read_text()
+
+
+def test_a_lost_leader_ends_the_other_ranks(start: Callable[..., Process]) -> None:
+    server = start(*DIVIDED).ready()
+    follower = follower_of(server)
+    assert lives(follower)
+    server.popen.kill()
+    wait_until(lambda: not lives(follower), 20)

@@ -18,6 +18,7 @@ from widebeam.model.attention import Plans, prefill_attention
 from widebeam.model.config import load_model_config
 from widebeam.model.layers import float32_linear
 from widebeam.model.ops import quantize_rows
+from widebeam.model.parallel import WHOLE, Shard
 from widebeam.model.reference import TorchBackend
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import load_model, resolve_checkpoint
@@ -39,10 +40,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def prefill_logits(folder: Path, prompts: list[list[int]], *, fp8: bool = False) -> torch.Tensor:
+def prefill_logits(folder: Path, prompts: list[list[int]], *, fp8: bool = False, shard: Shard = WHOLE) -> torch.Tensor:
     """Logits at every position of packed prompts."""
-    config = load_model_config(folder)
-    model = load_model(folder, config, torch.float32, CPU, fp8=fp8)
+    config = shard.config(load_model_config(folder))
+    model = load_model(folder, config, torch.float32, CPU, fp8=fp8, shard=shard)
     plan, handle = Plans(TorchBackend(config, 8, 8, torch.float32, CPU)).prefill(4, None)
     plan.plan([len(prompt) for prompt in prompts], sum(map(len, prompts)))
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])

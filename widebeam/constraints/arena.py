@@ -102,6 +102,14 @@ class CatalogArena(Ranges):
             raise RuntimeError(f"catalog {catalog.name!r} has not been uploaded")
         return trie
 
+    def lease(self, catalog: Catalog) -> RangeLease:
+        """The range of a version that has one."""
+        return self._tries[catalog].lease
+
+    def place(self, catalog: Catalog, lease: RangeLease) -> None:
+        """Give a version a range that somebody else has found. On the GPU thread."""
+        self._tries[catalog] = DeviceTrie(catalog, self.nodes, lease)
+
     def free_dropped(self) -> None:
         """Take back the ranges of versions that nobody holds any more. On the GPU thread: only waves launched before
         may still read them, and `reserve` lets the device pass those before a range is written again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -78,17 +78,30 @@ class CatalogIndex:
             begins = np.zeros(num_items, bool)
             begins[ranges[level + 1][0]] = True
             first_child[nodes] = level_start[level + 1] + _count_before(begins)[lo]
+        item_lo, item_hi = (np.concatenate(sides) for sides in zip(*ranges, strict=True))
+        mixed_depth = bool((codes[-1] < 0).any())
+        return cls.of_arrays((level_start, first_child, code, item_lo, item_hi, num_terminal), mixed_depth)
+
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[np.ndarray], mixed_depth: bool) -> CatalogIndex:
+        """The index that has these `arrays`."""
+        level_start, first_child, code, item_lo, item_hi, num_terminal = arrays
         return cls(
-            depth=depth,
+            depth=level_start.size - 2,
             level_start=level_start,
             first_child=first_child,
             code=code,
-            item_lo=np.concatenate([lo for lo, _ in ranges]),
-            item_hi=np.concatenate([hi for _, hi in ranges]),
+            item_lo=item_lo,
+            item_hi=item_hi,
             num_terminal=num_terminal,
-            mixed_depth=bool((codes[-1] < 0).any()),
+            mixed_depth=mixed_depth,
             _fanouts=[_fanout_table(first_child, lo, hi) for lo, hi in itertools.pairwise(level_start)],
         )
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All that an index is made of, but for whether some item ends early."""
+        return self.level_start, self.first_child, self.code, self.item_lo, self.item_hi, self.num_terminal
 
     @property
     def num_nodes(self) -> int:

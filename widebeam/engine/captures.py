@@ -11,12 +11,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-import torch
 from tqdm import tqdm
 
 from widebeam.engine import warmup
 from widebeam.engine.compile import Made, captured_at_once, made_so_far
-from widebeam.engine.core import Core
+from widebeam.engine.core import FATAL, Core
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, request_rung, token_rungs
 from widebeam.engine.wave import Search
@@ -117,7 +116,7 @@ class Captures:
         try:
             with self._uncounted():
                 self._meet(searches)
-        except torch.AcceleratorError:
+        except FATAL:
             raise
         except Exception as error:  # out of memory, above all
             log.warning("prompts of %d tokens and more stay without graphs: %s", tokens, error)

@@ -6,13 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from widebeam.constraints.arena import CatalogArena, MaskPool
 from widebeam.engine.state import BeamState
+from widebeam.errors import EngineDead
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.kv.host import HostTier
 from widebeam.model.attention import Plans
 from widebeam.model.qwen3 import Qwen3
+
+FATAL = (torch.AcceleratorError, EngineDead)
+"""After these nothing can run any more: the device is broken, or ranks are out of step."""
 
 
 @dataclass(frozen=True)

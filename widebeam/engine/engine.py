@@ -29,12 +29,15 @@ from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
 from widebeam.engine.live_catalogs import LiveCatalogs
 from widebeam.engine.prompts import Prompts
+from widebeam.engine.ranks import Ranks, torchrun_place
 from widebeam.engine.recommending import Recommending
 from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import no_result
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Job, Outcome
+from widebeam.engine.spawn import Followers
 from widebeam.engine.staged_catalogs import StagedCatalogs
+from widebeam.engine.startup import check_division, choose_device, longest_context
 from widebeam.engine.stats import OUTCOMES, EngineStats, engine_stats
 from widebeam.engine.watchdog import Watchdog
 from widebeam.engine.wave import Search, narrowed
@@ -50,6 +53,7 @@ from widebeam.errors import (
     InvalidRequest,
     NotReady,
     RequestError,
+    StartupError,
 )
 from widebeam.kv.eviction import EVICTION
 from widebeam.model.config import ModelConfig, load_model_config
@@ -86,6 +90,7 @@ class Engine(Recommending, Blocking):
         self.died: asyncio.Event
         """Set when the device or its thread has broken for good: nothing is searched any more."""
         self._runtime: Runtime
+        self._followers: Followers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Job, asyncio.Future[SearchResult]] = {}
         self._done = 0
@@ -104,14 +109,17 @@ class Engine(Recommending, Blocking):
             self._check_eviction()
             folder = await asyncio.to_thread(self._read_checkpoint)
             self._worker = Worker(
-                lambda: Runtime(self.config, folder, self.model_config, self.max_context_len),
+                lambda: self._build(folder),
                 self._deliver,
                 self._on_death,
             )
+            if self.config.tensor_parallel_size > 1 and torchrun_place(self.config) is None:
+                self._followers = Followers(self.config, folder, self._worker.give_up)
+                await asyncio.to_thread(self._followers.start)
             self._worker.start()
             self._watchdog = Watchdog(lambda: self._worker.busy, self.config.hang_timeout_s, self._worker.give_up)
             self._watchdog.start()
-            self._runtime = await asyncio.wrap_future(self._worker.ready)
+            self._runtime = await self._when_ready()
             vocab_size = self.model_config.vocab_size
             eos = {*self.model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
             reachable = frozenset(token for token in eos if 0 <= token < vocab_size)
@@ -139,13 +147,33 @@ class Engine(Recommending, Blocking):
         folder = resolve_checkpoint(self.config.model, self.config.revision)
         self.model_config = load_model_config(folder)
         self._prompts = Prompts(Tokenizer.load(folder))
-        longest = self.model_config.longest_context
-        self.max_context_len = self.config.max_context_len or self.model_config.max_position_embeddings
-        if self.max_context_len > longest:
-            raise ConfigError(
-                f"--max-context-len {self.max_context_len} is more than the {longest} positions of the model"
-            )
+        self.max_context_len = longest_context(self.config, self.model_config)
+        check_division(self.config, self.model_config)
         return folder
+
+    def _build(self, folder: Path) -> Runtime:
+        """On the GPU thread."""
+        ranks, place = None, self._followers.place if self._followers else torchrun_place(self.config)
+        if place is not None:
+            ranks = Ranks(place, self.config, choose_device(self.config.device).type == "cuda")
+        try:
+            return Runtime(self.config, folder, self.model_config, self.max_context_len, ranks)
+        except BaseException:
+            if ranks is not None:
+                ranks.leave()
+            raise
+
+    async def _when_ready(self) -> Runtime:
+        """Wait for the GPU thread. Raises StartupError if another rank ends meanwhile."""
+        ready, died = asyncio.wrap_future(self._worker.ready), asyncio.ensure_future(self.died.wait())
+        try:
+            await asyncio.wait((ready, died), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
+        if not ready.done():
+            ready.cancel()
+            raise StartupError("another rank of the model has ended while it started; it says why")
+        return ready.result()
 
     def _check_eviction(self) -> None:
         """Raise ConfigError for an eviction policy that nobody offers."""
@@ -180,6 +208,8 @@ class Engine(Recommending, Blocking):
             self._worker.stop()
             await asyncio.to_thread(self._worker.join)
             self._watchdog.stop()
+        if self._followers is not None:
+            await asyncio.to_thread(self._followers.close)
         self._prompts.close()
 
     async def __aenter__(self) -> Engine:

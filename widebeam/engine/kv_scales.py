@@ -54,7 +54,7 @@ def _scale(largest: float) -> float:
 @torch.inference_mode()
 def _largest(model: Qwen3, plans: Plans, tokens: int) -> Tensor:
     """The largest magnitude of a key, after norm and rotation, and of a value in each layer, over one prompt of random
-    tokens that is always the same: [L, 2] float32."""
+    tokens that is always the same: [L, 2] float32. All ranks get those over all heads."""
     config, attention, device = model.config, model.layers.self_attn, model.embed_tokens.device
     token_ids = np.random.default_rng(0).integers(config.vocab_size, size=tokens)
     token_T, slot_T = torch.from_numpy(token_ids).to(device), torch.arange(tokens, device=device)
@@ -76,4 +76,4 @@ def _largest(model: Qwen3, plans: Plans, tokens: int) -> Tensor:
 
     for layer in range(config.num_layers):
         stream = model.layers(layer, stream, attend_in(layer))
-    return largest_L2
+    return model.shard.largest(largest_L2)

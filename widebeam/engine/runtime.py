@@ -6,8 +6,10 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from widebeam.config import EngineConfig
@@ -24,7 +26,9 @@ from widebeam.engine.compile import (
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Flight
 from widebeam.engine.kv_scales import choose_scales
+from widebeam.engine.leader import Leader
 from widebeam.engine.memory import PoolSizes, least_sizes, make_host_pages, measured_sizes, require_room_for_weights
+from widebeam.engine.ranks import Ranks
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import Job, Outcome, WaveLimits
 from widebeam.engine.search import ALONE, Between, launch_wave
@@ -41,7 +45,8 @@ from widebeam.kv.rates import HostStats
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
 from widebeam.model.fp8 import kv_dtype, wants_fp8
-from widebeam.model.weights import load_model, weight_bytes
+from widebeam.model.parallel import WHOLE
+from widebeam.model.weights import fingerprint, load_model, weight_bytes
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +54,24 @@ log = logging.getLogger(__name__)
 class Runtime:
     """The device side of an engine."""
 
-    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig, max_context_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        model_config: ModelConfig,
+        max_context_len: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`ranks`: which this is of several, of which each makes a runtime. Raises StartupError."""
+        shard = WHOLE if ranks is None else ranks.shard
+        self._leader = Leader(ranks) if ranks is not None and shard.rank == 0 else None
         self.config = config
-        self.device = choose_device(config.device)
+        self.device = choose_device(config.device, shard.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             spare_cublas_workspace(self.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
-        self._model_config = model_config
+        model_config = self._model_config = shard.config(model_config)
         self._max_context_len = max_context_len
         if config.max_wave_rows < config.max_beam_width:
             raise ConfigError(
@@ -78,7 +93,12 @@ class Runtime:
             "quantization": "fp8" if fp8 else "none",
         }
         """What was chosen, in words."""
-        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8)
+        if ranks is not None:
+            settings = msgspec.structs.replace(config, model="")  # which may lie elsewhere on another machine
+            ranks.agree({"the checkpoint's config": model_config, "settings": settings, "what they can do": self.info})
+        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8, shard=shard)
+        if ranks is not None:
+            ranks.agree({"the checkpoint's weights": fingerprint(self._model)})
         self._catalogs, self._masks = self._rooms()
         host_pages = make_host_pages(config, model_config, self._kv_dtype, self.device)
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
@@ -103,6 +123,7 @@ class Runtime:
                 self._run_largest_waves,
                 graphs=self._compiles,
             )
+            sizes = replace(sizes, context_pages=shard.least(sizes.context_pages, self.device))
         else:
             sizes = least_sizes(config, max_context_len)
         self.core = self._with_pools(sizes)
@@ -110,7 +131,7 @@ class Runtime:
             self.core.programs = compiled_programs(self.core, tuned if config.warmup == "full" else graphed)
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
         self._captures: Captures | None = None
-        if self._compiles:
+        if self._compiles and shard.rank == 0:  # the others capture what it runs
             self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
             self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
         self._warmed_up = self._prefix_stats()
@@ -165,10 +186,14 @@ class Runtime:
             self.core.catalogs.reserve(catalog)
         except torch.OutOfMemoryError:
             raise OutOfMemory(f"the GPU has no room for the codebooks of catalog {catalog.name!r}") from None
+        if self._leader is not None:
+            self._leader.reserve(self.core, catalog)
 
     def upload(self, catalog: Catalog) -> None:
         """Bring it there while waves run, which takes a while. The one method for another thread than the GPU's."""
         self.core.catalogs.upload(catalog)
+        if self._leader is not None:
+            self._leader.upload(catalog)
 
     def add_catalog(self, catalog: Catalog) -> None:
         """Make a catalog version searchable, for as long as somebody holds the catalog.
@@ -270,7 +295,12 @@ class Runtime:
         try:
             self._acquire(self.core, wave)
             trie = self.core.catalogs.trie(wave.catalog) if wave.catalog is not None else None
-            launched = launch_wave(self.core, wave, trie, between._replace(wanted=wanted))
+            between = between._replace(wanted=wanted)
+            if self._leader is None:
+                launched = launch_wave(self.core, wave, trie, between)
+            else:
+                with self._leader.launching(self.core, wave):
+                    launched = launch_wave(self.core, wave, trie, self._leader.telling(between))
         finally:
             self._release(self.core, wave, keep=launched is not None)
         if self.core.tier is not None:
@@ -282,6 +312,11 @@ class Runtime:
     def run(self, jobs: list[Job]) -> list[Outcome]:
         """Search one wave and wait for it: exactly one outcome for each job."""
         return self.launch(jobs).outcomes()
+
+    def close(self) -> None:
+        """End the other ranks, if there are any."""
+        if self._leader is not None:
+            self._leader.stop()
 
     def check_integrity(self) -> None:
         """No page, slot or place of a mask may be held between waves. Raises RuntimeError."""

@@ -20,11 +20,11 @@ from widebeam.engine.advance import note_broken, put_rows
 from widebeam.engine.core import Core
 from widebeam.engine.noise import child_key, mix
 from widebeam.engine.request import Sampling
-from widebeam.engine.scoring import suppress
 from widebeam.engine.selection import exclusive_cumsum, group_of
 from widebeam.engine.shapes import LevelShape
 from widebeam.engine.staging import to_device
 from widebeam.engine.state import LENGTH, STOP, BeamState, WaveData
+from widebeam.engine.vocabulary import suppress
 from widebeam.engine.wave import Wave
 
 ROWS_AT_ONCE = 64

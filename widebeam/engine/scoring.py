@@ -13,13 +13,11 @@ from torch import Tensor
 from widebeam.constraints.trie import Masks, TrieLevel
 from widebeam.engine.diversity import Groups, capped
 from widebeam.engine.request import Normalizer
-from widebeam.engine.segment_top import column_best, segment_top
+from widebeam.engine.segment_top import segment_top
 from widebeam.engine.selection import Candidates
 from widebeam.engine.stochastic import NoisyRows, children_keys, column_keys, token_keys
+from widebeam.engine.vocabulary import VocabularyLogits
 from widebeam.model.qwen3 import Qwen3
-
-COLUMN = 128
-"""E: near the root of a Qwen vocabulary, which balances the search for columns and the search inside them."""
 
 
 def vocabulary_candidates(
@@ -43,15 +41,15 @@ def vocabulary_candidates(
     cap that holds for columns and tokens that are within it: of each first code min(cap, columns ahead) stand before a
     token's column, and min(cap, tokens ahead) before the token, which are no fewer.
     """
-    logits_RV = model.logits(hidden_RH)
-    V, E = logits_RV.shape[1], COLUMN
-    best_RN, lse_R = column_best(logits_RV, E)
+    logits = VocabularyLogits.of(model, hidden_RH)
+    V, E = logits.size, logits.height
+    best_RN, lse_R = logits.columns()
     if suppressed_R is not None and special_S is not None:
-        logits_RV = suppress(logits_RV, suppressed_R, special_S)
-        best_RN, _ = column_best(logits_RV, E)
+        logits = logits.without(suppressed_R, special_S)
+        best_RN, _ = logits.columns()
     N = best_RN.shape[1]
     total_RN = numbers(cum_R[:, None] + (best_RN - lse_R[:, None]))
-    columns = None if noisy is None else column_keys(noisy, logits_RV, E)
+    columns = None if noisy is None else column_keys(noisy, logits.column_lse(), V)
     if noisy is not None and columns is not None:
         living_RN = noisy.asks_R[:, None] & (total_RN > -torch.inf)
         total_RN = torch.where(living_RN, columns.key_RN.float(), total_RN)
@@ -65,12 +63,13 @@ def vocabulary_candidates(
     token_CE = (pick_C % N)[:, None] * E + torch.arange(E, device=cum_R.device)
     real_CE = real_C[:, None] & (token_CE < V)
     token_CE = token_CE.clamp_max(V - 1)
-    logprob_CE = logits_RV[row_CE, token_CE] - lse_R[row_CE]
+    logit_CE = logits.at(row_CE, token_CE)
+    logprob_CE = logit_CE - lse_R[row_CE]
     score_CE = torch.where(real_CE, numbers(cum_R[row_CE] + logprob_CE), -torch.inf)
     start_B1 = F.pad(limit_B.cumsum(0), (1, 0)) * E
     arrays = [score_CE, logprob_CE, row_CE, token_CE, torch.zeros_like(token_CE)]
     if noisy is not None and columns is not None:
-        share_CE = noisy.share_R[row_CE] + (logits_RV[row_CE, token_CE] - columns.lse_R[row_CE])
+        share_CE = noisy.share_R[row_CE] + (logit_CE - columns.lse_R[row_CE])
         arrays += [token_keys(noisy, columns, pick_C, score_CE, share_CE, row_CE, token_CE), share_CE]
     return Candidates(start_B1, *(array.flatten() for array in arrays)), lse_R
 
@@ -103,7 +102,7 @@ def catalog_candidates(
     elif normalizer == "legal":
         lse_R = _legal_lse(logits_RC, row_M, code_M, real_M)
     else:
-        _, lse_R = column_best(model.logits(hidden_RH), COLUMN)
+        _, lse_R = VocabularyLogits.of(model, hidden_RH).columns()
     if masks is not None and place_R is not None:
         real_M = real_M & trie.allows(masks, place_R[row_M], node_M)
     logprob_M = logits_RC[row_M, code_M] - lse_R[row_M]
@@ -115,12 +114,6 @@ def catalog_candidates(
         share_M = noisy.share_R[row_M] + (logits_RC[row_M, code_M] - legal_R[row_M])
         found = found._replace(key_M=children_keys(noisy, score_M, share_M, row_M, found.token_M), share_M=share_M)
     return found, lse_R
-
-
-def suppress(logits_RV: Tensor, suppressed_R: Tensor, special_S: Tensor) -> Tensor:
-    """The logits with -inf for special tokens in suppressed rows."""
-    special_RS = logits_RV[:, special_S].masked_fill(suppressed_R[:, None], -torch.inf)
-    return logits_RV.index_copy(1, special_S, special_RS)
 
 
 def numbers(score: Tensor) -> Tensor:

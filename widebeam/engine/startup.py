@@ -13,6 +13,7 @@ from widebeam.errors import ConfigError
 from widebeam.model.attention import BACKENDS, AttentionBackend
 from widebeam.model.config import ModelConfig
 from widebeam.model.flashinfer import why_not
+from widebeam.model.parallel import Shard
 
 log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (7, 5)
@@ -21,8 +22,8 @@ HOPPER = 9
 """Major compute capability."""
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of that name; auto takes CUDA where there is one. Raises ConfigError."""
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """The device of that name; auto takes CUDA where there is one. Each rank has its own. Raises ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -33,10 +34,40 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} is not supported: cpu, cuda, cuda:N or auto")
     if device.type == "cpu":
         return device
-    index = device.index or 0
+    index = (device.index or 0) + rank
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+        there = f"torch sees {torch.cuda.device_count()} CUDA devices"
+        if rank:
+            raise ConfigError(f"--tensor-parallel-size: rank {rank} would run on cuda:{index}, but {there}")
+        raise ConfigError(f"device {name!r} is not there: {there}")
     return torch.device("cuda", index)
+
+
+def check_division(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if the model cannot be divided as the settings say: not at all, not on this machine, or not
+    with what is for one GPU."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        return
+    Shard(size=size).config(model)
+    if config.prefix_cache_host_gib:
+        raise ConfigError(
+            f"--prefix-cache-host-gib {config.prefix_cache_host_gib:g} is for one GPU: leave it at 0 with "
+            f"--tensor-parallel-size {size}"
+        )
+    if ":" in config.device:
+        raise ConfigError(f"--device {config.device} is one device, and --tensor-parallel-size {size} takes {size}")
+    choose_device(config.device, size - 1)
+
+
+def longest_context(config: EngineConfig, model: ModelConfig) -> int:
+    """Most tokens of a prompt and what is generated. Raises ConfigError for more than the model has positions."""
+    longest = config.max_context_len or model.max_position_embeddings
+    if longest > model.longest_context:
+        raise ConfigError(
+            f"--max-context-len {longest} is more than the {model.longest_context} positions of the model"
+        )
+    return longest
 
 
 def spare_cublas_workspace(device: torch.device) -> None:

@@ -68,14 +68,11 @@ def children_keys(rows: NoisyRows, score_M: Tensor, share_M: Tensor, row_M: Tens
     return torch.where(rows.asks_R[row_M], key_M.float(), score_M)
 
 
-def column_keys(rows: NoisyRows, logits_RV: Tensor, height: int) -> Columns:
-    """Noise for columns of `height` tokens, each with the probability of them all: there are far fewer than tokens."""
-    V = logits_RV.shape[1]
-    padded_RV = torch.nn.functional.pad(logits_RV, (0, -V % height), value=-torch.inf)
-    lse_RN = padded_RV.unflatten(1, (-1, height)).logsumexp(-1)
+def column_keys(rows: NoisyRows, lse_RN: Tensor, vocab_size: int) -> Columns:
+    """Noise for columns of tokens, each with the probability of them all: there are far fewer than tokens."""
     lse_R = lse_RN.logsumexp(-1)
     share_RN = rows.share_R[:, None] + (lse_RN - lse_R[:, None])
-    number_N = torch.arange(lse_RN.shape[1], device=lse_RN.device) + V  # those before are tokens
+    number_N = torch.arange(lse_RN.shape[1], device=lse_RN.device) + vocab_size  # those before are tokens
     noised_RN = _noised(share_RN, lse_RN, child_key(rows.path_R[:, None], number_N))
     most_R1 = noised_RN.amax(1, keepdim=True)
     return Columns(conditioned(noised_RN, most_R1, rows.key_R[:, None].double()), lse_R)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from widebeam.engine.core import FATAL
 from widebeam.engine.reader import Deliver, Progress, Reader, Step
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import LEVEL_RUNGS, Job, Load, Outcome, Scheduler
@@ -52,7 +53,7 @@ class Call:
             self.future.set_result(self.function(runtime))
         except Exception as error:
             self.future.set_exception(error)
-            if isinstance(error, torch.AcceleratorError):  # the device is broken for whatever comes after it
+            if isinstance(error, FATAL):
                 raise
 
     def fail(self, error: Exception) -> None:
@@ -117,9 +118,9 @@ class Worker:
         """What each wave takes that was launched and not delivered, oldest first. May be read on any thread."""
         return [self.scheduler.load(jobs) for jobs in tuple(self._flying)]
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str = "the GPU does not answer") -> None:
         """The thread or the device hangs, for good: whatever is sent from now on is answered at once."""
-        self._hangs, self._end = True, EngineDead("the GPU does not answer")
+        self._hangs, self._end = True, EngineDead(reason)
         self._died()
         self._answer_if_ended()
 
@@ -130,8 +131,8 @@ class Worker:
 
     def join(self) -> None:
         """Block until the thread has ended; one that hangs is left alone."""
-        if self._thread.is_alive() and not self._hangs:
-            self._thread.join()
+        while self._thread.is_alive() and not self._hangs:
+            self._thread.join(1.0)
 
     def _main(self) -> None:
         ready = Call(lambda runtime: runtime, self.ready)
@@ -149,6 +150,8 @@ class Worker:
             self._loop(runtime, self.scheduler, reader)
             reader.close()
             runtime.settle()
+            with self._working():  # other ranks may hang
+                runtime.close()
             self._end = EngineDead("the engine has stopped")
         except BaseException:
             log.exception("the GPU thread died")
@@ -245,7 +248,7 @@ class Worker:
             )  # fmt: skip
             torch.cuda.empty_cache()
             self._fail(jobs, OutOfMemory("the GPU ran out of memory", retry_after_s=1.0))
-        except torch.AcceleratorError:
+        except FATAL:
             raise
         except Exception:
             log.exception("a wave of %d requests failed", len(jobs))

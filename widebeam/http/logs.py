@@ -94,8 +94,9 @@ class JsonFormatter(logging.Formatter):
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": moment, "level": record.levelname.lower(), "logger": record.name}
         line |= getattr(record, "fields", None) or {"message": _on_one_line(record.getMessage())}
-        if record.exc_info:
-            line["exception"] = _encodable(self.formatException(record.exc_info))
+        exception = self.formatException(record.exc_info) if record.exc_info else record.exc_text
+        if exception:
+            line["exception"] = _encodable(exception)
         return msgspec.json.encode(line).decode()
 
 

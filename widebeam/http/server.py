@@ -8,6 +8,7 @@ signal stops at once. Either way whatever is still in flight is answered with 50
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import logging
@@ -20,7 +21,7 @@ import uvloop
 from aiohttp import web
 
 from widebeam.config import Config, ServerConfig
-from widebeam.errors import ConfigError
+from widebeam.errors import ConfigError, StartupError
 from widebeam.http.app import build_app
 from widebeam.http.keys import IN_FLIGHT, LEAVING
 from widebeam.http.logs import configure, protocol_log
@@ -158,9 +159,15 @@ def run(config: Config) -> int:
     """`serve` on uvloop, with logging set up; returns the exit status. Raises StartupError."""
     configure(config.server.log_level, config.server.log_format)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a thread that loads weights cannot be interrupted in Python
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(serve(config))
-    if status == BROKEN:  # a broken device may hold up the interpreter's own end for ever
+    divided = config.engine.tensor_parallel_size > 1
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            status = runner.run(serve(config))
+    except StartupError:
+        if divided:
+            atexit.register(os._exit, 2)  # once the command has said why: see below
+        raise
+    if status == BROKEN or divided:  # a broken device, and NCCL too, may hold up the interpreter's own end for ever
         logging.shutdown()
         os._exit(status)
     return status

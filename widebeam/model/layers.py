@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from widebeam.model.config import RopeConfig
 from widebeam.model.ops import add_product, add_rms_norm, rms_norm
+from widebeam.model.parallel import WHOLE, Shard
 
 
 class RMSNorm(nn.Module):
@@ -82,8 +83,13 @@ class Linear(nn.Module):
             return F.linear(x_TH, weight_NH, bias)
         return scaled_linear(x_TH, scale_T1, weight_NH, self.scale[layer, :, first:], bias, self.out_dtype)
 
-    def onto(self, layer: int, residual_TH: Tensor, x_TH: Tensor, scale_T1: Tensor) -> Stream:
-        """The product as part of a stream: in the residual already, which changes in place, where a product can add."""
+    def onto(self, layer: int, residual_TH: Tensor, x_TH: Tensor, scale_T1: Tensor, shard: Shard = WHOLE) -> Stream:
+        """The product as part of a stream: in the residual already, which changes in place, where a product can add.
+
+        In a shard it is a part of a sum over all ranks, of which the first adds the bias.
+        """
+        if shard.size > 1:
+            return Stream(residual_TH, shard.sum(self(layer, x_TH, scale_T1)))
         if self.scale is None and self.bias is None:
             add_product(residual_TH, x_TH, self.weight[layer])
             return Stream(residual_TH, None)

@@ -21,6 +21,7 @@ from widebeam.kv.pools import UNSCALED, Pools, Scales
 from widebeam.model.config import ModelConfig
 from widebeam.model.layers import Linear, RMSNorm, Rotary, Stream, float32_linear
 from widebeam.model.ops import rotate_and_store, silu_mul
+from widebeam.model.parallel import WHOLE, Shard
 
 
 class Rotation(NamedTuple):
@@ -81,32 +82,35 @@ their scales"""
 class MLP(nn.Module):
     """SwiGLU of every layer, with gate and up projections in one product."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
+        self.shard = shard
         self.gate_up_proj = Linear(config.num_layers, config.hidden_size, 2 * config.intermediate_size)
         self.down_proj = Linear(config.num_layers, config.intermediate_size, config.hidden_size)
 
     def forward(self, layer: int, residual_TH: Tensor, x_TH: Tensor, scale_T1: Tensor) -> Stream:
         gate_up = self.gate_up_proj(layer, x_TH, scale_T1)
-        return self.down_proj.onto(layer, residual_TH, *silu_mul(gate_up, self.down_proj.quantized))
+        inner_TI, scale = silu_mul(gate_up, self.down_proj.quantized)
+        return self.down_proj.onto(layer, residual_TH, inner_TI, scale, self.shard)
 
 
 class Layers(nn.Module):
     """All pre-norm decoder layers."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
+        self.eps, self.shard = config.rms_norm_eps, shard
         self.input_layernorm = RMSNorm(config.num_layers, config.hidden_size)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.num_layers, config.hidden_size)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, shard)
 
     def forward(self, layer: int, stream: Stream, attend: Attend) -> Stream:
         """One of them. The residual that comes in may change in place."""
         qkv_proj, o_proj, mlp = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp
         residual, x_TH, scale = stream.norm(self.input_layernorm.weight[layer], self.eps, qkv_proj.quantized)
-        stream = o_proj.onto(layer, residual, *attend(qkv_proj(layer, x_TH, scale)))
+        rows, scale = attend(qkv_proj(layer, x_TH, scale))
+        stream = o_proj.onto(layer, residual, rows, scale, self.shard)
         weight = self.post_attention_layernorm.weight[layer]
         return mlp(layer, *stream.norm(weight, self.eps, mlp.gate_up_proj.quantized))
 
@@ -121,16 +125,20 @@ class Layers(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """The network without its beams: tokens -> stream -> layers -> hidden states -> float32 logits."""
+    """The network without its beams: tokens -> stream -> layers -> hidden states -> float32 logits.
 
-    def __init__(self, config: ModelConfig) -> None:
+    In a shard `config` is the part's, but embedding and head are whole. Hidden states and logits are the same on all
+    ranks.
+    """
+
+    def __init__(self, config: ModelConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.shard = config, shard
         self.kv_scales: tuple[Scales, ...] = ()
         """Those of each layer that the checkpoint has, for float8 pages."""
         self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
         self.rotary = Rotary(config.rope, config.head_dim)
-        self.layers = Layers(config)
+        self.layers = Layers(config, shard)
         self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.lm_head = (
             None
@@ -156,5 +164,11 @@ class Qwen3(nn.Module):
         return stream.norm(self.norm, self.config.rms_norm_eps, False)[1]
 
     def logits(self, hidden_RH: Tensor, head_VH: Tensor | None = None) -> Tensor:
-        """Float32 logits over the vocabulary, [R, V], or over the rows of a smaller head."""
-        return float32_linear(hidden_RH, self.head_VH if head_VH is None else head_VH)
+        """Float32 logits over the vocabulary, [R, V], or over the rows of a smaller head. Ranks share the work."""
+        head_VH = self.head_VH if head_VH is None else head_VH
+        if self.shard.size == 1:
+            return float32_linear(hidden_RH, head_VH)
+        V = head_VH.shape[0]
+        part = self.shard.part(V)
+        own_RV = float32_linear(hidden_RH, head_VH[part.first : part.first + part.size])
+        return self.shard.joined(own_RV, V, part.room)

@@ -22,6 +22,7 @@ from widebeam.kv.pools import Scales
 from widebeam.model.config import ModelConfig, read_json
 from widebeam.model.layers import Linear
 from widebeam.model.ops import FP8, quantize_rows
+from widebeam.model.parallel import WHOLE, Shard
 from widebeam.model.quantization import why_no_place
 from widebeam.model.qwen3 import Qwen3
 
@@ -38,6 +39,8 @@ FUSED = {
     "up_proj": ("gate_up_proj", 1),
 }
 """Checkpoint projections that are one product here, and their place in it."""
+SUMMED = ("o_proj", "down_proj")
+"""Projections of which a rank has some inputs, and a part of each output's sum; of the others it has some outputs."""
 
 
 def resolve_checkpoint(model: str, revision: str | None = None, files: tuple[str, ...] = HUB_FILES) -> Path:
@@ -62,29 +65,44 @@ class Target(NamedTuple):
     values: Tensor
     scale: Tensor | None = None
     """Where the tensor's rows are quantised on the way: room for their scales, [N, 1]."""
+    axis: int | None = None
+    """Along which ranks divide the tensor."""
+    shard: Shard = WHOLE
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the whole tensor."""
+        return [size * self.shard.size if axis == self.axis else size for axis, size in enumerate(self.values.shape)]
 
     def why_not(self, tensor: Tensor) -> str | None:
         """What keeps the tensor from going here, or None."""
-        if self.values.shape != tensor.shape:
-            return f"is {list(tensor.shape)}, but config.json makes it {list(self.values.shape)}"
+        if self.shape != list(tensor.shape):
+            return f"is {list(tensor.shape)}, but config.json makes it {self.shape}"
         taken = (FP8,) if self.values.dtype == FP8 and self.scale is None else WIDE
         if tensor.dtype not in taken:
             return f"is {_name(tensor.dtype)}, but config.json makes it {' or '.join(map(_name, taken))}"
         return None
 
     def fill(self, tensor: Tensor) -> None:
+        """Copy the rank's part. Rows are quantised whole, so that their scales are those of one process."""
+        if self.axis == 0:
+            tensor = self._own(tensor)
         if self.scale is None:
-            self.values.copy_(tensor)
+            self.values.copy_(self._own(tensor) if self.axis == 1 else tensor)
             return
         values, scale = quantize_rows(tensor.to(self.values.device))
-        self.values.copy_(values)
+        self.values.copy_(self._own(values) if self.axis == 1 else values)
         self.scale.copy_(scale)
 
+    def _own(self, tensor: Tensor) -> Tensor:
+        assert self.axis is not None
+        return tensor.chunk(self.shard.size, self.axis)[self.shard.rank]
 
-def empty_model(config: ModelConfig, dtype: torch.dtype, *, fp8: bool = False) -> Qwen3:
+
+def empty_model(config: ModelConfig, dtype: torch.dtype, *, fp8: bool = False, shard: Shard = WHOLE) -> Qwen3:
     """The network without storage, on the meta device."""
     with torch.device("meta"):
-        model = Qwen3(config).to(dtype)
+        model = Qwen3(config, shard).to(dtype)
     for module in model.modules():
         if isinstance(module, Linear) and (fp8 or config.quantization == "fp8"):
             module.hold_float8()
@@ -98,16 +116,23 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: bool = False) 
 
 
 def load_model(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    fp8: bool = False,
+    shard: Shard = WHOLE,
 ) -> Qwen3:
     """The network with the checkpoint's weights, on the device. Peak memory is one tensor beyond the model's own.
 
+    `config` is that of the shard (`Shard.config`), which gets its part of each tensor.
     With `fp8` the projections of a wide checkpoint are quantised as they come, each output with a scale of its own; on
     a CPU that takes a few float32 copies of the one tensor.
     Raises CheckpointError if a shard or tensor is missing, has another shape or type, or no place in this network.
     """
     stored = config.quantization == "fp8"
-    model = empty_model(config, dtype, fp8=fp8).to_empty(device=device)
+    model = empty_model(config, dtype, fp8=fp8, shard=shard).to_empty(device=device)
     model.rotary = type(model.rotary)(config.rope, config.head_dim).to(device)
     targets, scales_2L1 = _targets(model, config, stored), torch.zeros(2, config.num_layers, 1)
     if config.kv_scales:
@@ -130,11 +155,19 @@ def load_model(
     if missing:
         some = ", ".join(sorted(missing)[:3])
         raise CheckpointError(f"{folder}: {len(missing)} tensors are missing, among them {some}")
+    if shard.rank > 0 and (bias := model.layers.self_attn.o_proj.bias) is not None:
+        bias.zero_()  # a part of a sum: the first rank adds it
     if config.kv_scales:
         if not (scales_2L1.isfinite() & (scales_2L1 > 0)).all():
             raise CheckpointError(f"{folder}: a scale of keys or values ({' or '.join(KV_SCALES)}) is not positive")
         model.kv_scales = tuple(Scales(*pair) for pair in scales_2L1[:, :, 0].t().tolist())
     return model.eval()
+
+
+def fingerprint(model: Qwen3) -> int:
+    """A number that tells checkpoints of one shape apart, from what all ranks have whole: a sum of 16-bit words."""
+    whole = (model.embed_tokens, model.head_VH, model.norm)
+    return sum(int(weight.data.view(torch.int16).sum()) for weight in whole)
 
 
 def _targets(model: Qwen3, config: ModelConfig, stored: bool) -> dict[str, Target]:
@@ -151,10 +184,18 @@ def _targets(model: Qwen3, config: ModelConfig, stored: bool) -> dict[str, Targe
         for layer, (piece, rows) in itertools.product(range(config.num_layers), _pieces(leaf, config)):
             full = ".".join(filter(None, ("model.layers", str(layer), parent, piece, kind)))
             scale = None if scale_L1N is None else scale_L1N[layer].t()[rows]
-            targets[full] = Target(parameter.data[layer][rows], None if stored else scale)
+            outputs, axis = _division(leaf, kind)
+            targets[full] = Target(parameter.data[layer][rows], None if stored else scale, axis, model.shard)
             if stored and scale is not None:
-                targets[f"{full}_scale"] = Target(scale)
+                targets[f"{full}_scale"] = Target(scale, None, outputs, model.shard)
     return targets
+
+
+def _division(leaf: str, kind: str) -> tuple[int | None, int | None]:
+    """Along which axes ranks divide what a module has for each output, and its weight or bias itself."""
+    if leaf in SUMMED:
+        return None, 1 if kind == "weight" else None
+    return (0, 0) if leaf in {fused for fused, _ in FUSED.values()} else (None, None)
 
 
 def _pieces(leaf: str, config: ModelConfig) -> list[tuple[str, slice]]:
