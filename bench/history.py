@@ -181,12 +181,15 @@ def apart(arguments: argparse.Namespace, mode: str, fit: int | None) -> dict[str
 
 
 def run(arguments: argparse.Namespace, measured: Measured = apart) -> dict[str, Any]:
-    """All modes one after the other: each has the whole device. Replays are the same in all."""
+    """All modes one after the other, and saved one after the other: each has the whole device. Replays are the same in
+    all."""
     modes: dict[str, Any] = {}
+    report = header(arguments) | {"modes": modes}
     for mode in modes_of(arguments):
         fit = modes["off"]["users_that_fit"] if modes else None
         modes[mode] = measured(arguments, mode, fit)
-    return header(arguments) | {"modes": modes}
+        save(arguments.save, report, markdown(report))
+    return report
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -222,6 +225,4 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     chosen = parse(sys.argv[1:])
-    made = run(chosen)
-    print(f"\n{markdown(made)}")
-    save(chosen.save, made, markdown(made))
+    print(f"\n{markdown(run(chosen))}")

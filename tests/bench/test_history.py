@@ -8,9 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import history
-import historyreport
 import pytest
-import report
 from returning import NEW_TOKENS, Histories, visits_at_rate, zipf_visits
 
 SMALL = ["--context", "200", "--known", "190", "--width", "4", "--repeats", "2", "--host-gib", "0.01"]
@@ -19,9 +17,8 @@ ENGINE = ["--", "--device", "cpu", "--page-size", "8", "--max-total-tokens", "16
 
 
 def test_all_parts_are_measured_and_written(checkpoint: Path, tmp_path: Path) -> None:
-    chosen = history.parse([str(checkpoint), *SMALL, *VISITS, *ENGINE])
-    made = history.run(chosen, history.here)  # without the seconds that processes of their own take to start
-    report.save(tmp_path / "made.json", made, historyreport.markdown(made))
+    chosen = history.parse([str(checkpoint), *SMALL, *VISITS, "--save", str(tmp_path / "made.json"), *ENGINE])
+    history.run(chosen, history.here)  # without the seconds that processes of their own take to start
     modes = json.loads((tmp_path / "made.json").read_text())["modes"]
     assert list(modes) == ["off", "on", "host"]
     off, on, host = modes.values()
