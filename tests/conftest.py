@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -23,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made stays: no collection of garbage need look at it again. It is most of all objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,11 @@ drawn here is of these kinds:
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from tests.engine.warm_waves import (
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.index import CatalogIndex
 from widebeam.engine import warmup
+from widebeam.engine.captures import Captures
 from widebeam.engine.compile import compiled_programs
 from widebeam.engine.memory import least_sizes
 from widebeam.engine.runtime import Runtime
@@ -50,6 +52,7 @@ from widebeam.model.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = warmup.row_rungs(8192)
+LONGEST = 300
 seeds = st.integers(0, 10**6)
 
 
@@ -173,30 +176,75 @@ def test_any_catalog_with_one_request_at_a_time(setting: Setting, catalog: Any, 
     assert_met(setting, seed, widest=widest, catalog=catalog, most=1)
 
 
+@contextmanager
+def pretending(compiler: Any) -> Iterator[None]:
+    """Runtimes on a CPU warm up as on a GPU, with what this makes of the functions that a GPU compiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiles = property(lambda self: True, lambda self, value: None)
+        patch.setattr(Runtime, "_compiles", compiles, raising=False)
+        patch.setattr("widebeam.model.reference.TorchBackend.replayable", True)
+        patch.setattr("widebeam.engine.runtime.compiled_programs", lambda core, _: compiled_programs(core, compiler))
+        yield
+
+
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Runtimes on a CPU warm up as on a GPU, with the functions that a GPU compiles."""
-    recorder = Recorder()
-    compiles = property(lambda self: True, lambda self, value: None)
-    monkeypatch.setattr(Runtime, "_compiles", compiles, raising=False)
-    monkeypatch.setattr("widebeam.model.reference.TorchBackend.replayable", True)
-    monkeypatch.setattr("widebeam.engine.captures.made_so_far", recorder.made_so_far)
-    monkeypatch.setattr("widebeam.engine.runtime.compiled_programs", lambda core, _: compiled_programs(core, recorder))
+def uncompiled() -> Iterator[None]:
+    """Runtimes warm up as on a GPU, with functions that run as they are."""
+    with pretending(lambda function: function):
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_runtime(checkpoint: Path) -> tuple[Runtime, Recorder]:
+    """Its functions are traced as they would be compiled, which takes seconds a form: once for all tests."""
     torch._dynamo.reset()
-    return recorder
+    recorder = Recorder()
+    with pretending(recorder):
+        runtime = make_runtime(
+            checkpoint, LONGEST, max_wave_rows=64, max_beam_width=16, max_wave_tokens=512, max_total_tokens=4096,
+            prefix_cache="on", warmup="none",
+        )  # fmt: skip
+    return runtime, recorder
+
+
+@dataclass
+class Pretended:
+    """The shared runtime, and the integers that its functions have been called with in this test."""
+
+    runtime: Runtime
+    recorder: Recorder
+    vocab_size: int
+
+    @property
+    def captured(self) -> int:
+        return len(self.recorder.captured)
+
+    def start(self, mode: Literal["fast", "none"] = "fast") -> Captures:
+        """As a start does: nothing has been met before."""
+        runtime, programs = self.runtime, self.runtime.core.programs
+        runtime.flush_prefixes()
+        programs.graphed.clear()
+        programs.graphed.update(compiled_programs(runtime.core, lambda function: function).graphed)
+        runtime._captures = captures = Captures(runtime.core, runtime.limits, mode, runtime._run_searches)
+        captures.start(runtime.config.max_beam_width, self.vocab_size, LONGEST)
+        return captures
 
 
 @pytest.fixture
-def uncompiled(pretended: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And these run as they are."""
-    monkeypatch.setattr(
-        "widebeam.engine.runtime.compiled_programs", lambda core, _: compiled_programs(core, lambda function: function)
-    )
+def pretended(checkpoint: Path, shared_runtime: tuple[Runtime, Recorder], monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    """Prompts of more than 256 tokens are large."""
+    runtime, recorder = shared_runtime
+    monkeypatch.setattr("widebeam.engine.captures.made_so_far", recorder.made_so_far)
+    for module in ("shapes", "compile", "warmup"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
+    recorder.captured.clear()
+    return Pretended(runtime, recorder, load_model_config(checkpoint).vocab_size)
 
 
-def test_graphs_are_told_apart(checkpoint: Path, pretended: Recorder) -> None:
+def test_graphs_are_told_apart(pretended: Pretended) -> None:
     """`graph_keys` says of any two waves whether they run the same graphs: what is traced agrees."""
-    runtime = make_runtime(checkpoint, max_wave_rows=64, max_beam_width=64, warmup="none", max_total_tokens=4096)
+    runtime, recorder = pretended.runtime, pretended.recorder
+    pretended.start("none")
     specs: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [
         [(20, 20, 20, 3, ())],
         [(100, 18, 1, 3, ()), (28, 4, 4, 3, ())],
@@ -214,9 +262,9 @@ def test_graphs_are_told_apart(checkpoint: Path, pretended: Recorder) -> None:
             make_search(np.arange(tokens) % 50, width, n, levels=levels, stops=stops)
             for tokens, width, n, levels, stops in spec
         ]
-        pretended.last.clear()
+        recorder.last.clear()
         runtime.run([Job(search, 0.0, None) for search in searches])
-        traced[frozenset(graph_keys(searches, runtime.limits))] = set(pretended.last)
+        traced[frozenset(graph_keys(searches, runtime.limits))] = set(recorder.last)
     assert len(traced) >= 5
     for keys, graphs in traced.items():
         for other_keys, other_graphs in traced.items():
@@ -225,18 +273,18 @@ def test_graphs_are_told_apart(checkpoint: Path, pretended: Recorder) -> None:
             assert len(graphs & other_graphs) == len(both) + prompts  # prompts have two graphs
 
 
-def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, pretended: Recorder) -> None:
+def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, pretended: Pretended) -> None:
     """Each function is traced as it would be compiled, and the integers that it is called with are noted."""
-    runtime = make_runtime(
-        checkpoint, max_wave_rows=64, max_beam_width=16, max_wave_requests=8, max_wave_tokens=256,
-        max_total_tokens=2048,
-    )  # fmt: skip
+    runtime = pretended.runtime
+    pretended.start()
+    while runtime.capture_more():
+        pass
     path = tiny.save_catalog(tmp_path / "wide.jsonl", num_items=100)
     catalog = Catalog.load(path, token_id=Tokenizer(checkpoint).token_id)
     runtime.add_catalog(catalog)
-    captured = len(pretended.captured)
-    soak(runtime, catalog, 150, 0, load_model_config(checkpoint).vocab_size)
-    assert (runtime.fallbacks, len(pretended.captured)) == (0, captured)
+    captured = pretended.captured
+    soak(runtime, catalog, 150, 0, pretended.vocab_size)
+    assert (runtime.fallbacks, pretended.captured) == (0, captured)
     assert captured > 20
     rows = path.read_text().splitlines()
     path.write_text("\n".join(row.replace("<c_15>", "<c_3>").replace("item-9", "new-9") for row in rows))
@@ -245,8 +293,8 @@ def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, preten
     runtime.core.beams.high_water = 0
     runtime.add_catalog(update)
     assert runtime.core.beams.high_water == 0  # no wave ran
-    soak(runtime, update, 30, 1, load_model_config(checkpoint).vocab_size)
-    assert (runtime.fallbacks, len(pretended.captured)) == (0, captured)
+    soak(runtime, update, 30, 1, pretended.vocab_size)
+    assert (runtime.fallbacks, pretended.captured) == (0, captured)
 
 
 def test_later_versions_warm_up_what_is_new_about_them() -> None:
@@ -279,39 +327,35 @@ def test_later_versions_warm_up_what_is_new_about_them() -> None:
     assert unmet(deeper) and not unmet(deeper) and not unmet(codes)
 
 
-def test_large_prompts_are_captured_later(
-    checkpoint: Path, pretended: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_prompts_are_captured_later(pretended: Pretended) -> None:
     """Until then they run as they are; either way the search is the same."""
-    for module in ("shapes", "compile", "warmup"):
-        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
-    runtime = make_runtime(checkpoint, max_wave_rows=32, max_beam_width=16, max_wave_tokens=1024, max_total_tokens=2048)
+    runtime = pretended.runtime
+    pretended.start()
     graphed = runtime.core.programs.graphed
 
     def sizes() -> set[int]:
         return {tokens for requests, tokens, splits in graphed if (requests, splits) == (16, 0)}
 
     def results() -> list[Any]:
-        jobs = [Job(make_search(np.arange(300) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
+        jobs = [Job(make_search(np.arange(150) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
         return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in runtime.run(jobs)]
 
-    captured, plain = len(pretended.captured), results()
-    assert (sizes(), len(pretended.captured)) == ({128, 256}, captured)
+    captured, plain = pretended.captured, results()
+    assert (sizes(), pretended.captured) == ({128, 256}, captured)
     while runtime.capture_more():
         pass
-    assert sizes() == {128, 256, *range(320, 1121, 160)}
-    captured, graphed = len(pretended.captured), results()
-    assert len(pretended.captured) == captured and runtime.fallbacks == runtime.late_graphs == 0
+    assert sizes() == {128, 256, 320, 480, 640}
+    captured, graphed = pretended.captured, results()
+    assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
     for one, other in zip(plain, graphed, strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
         assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
 
 
-def test_what_returns_needs_no_graph_that_warm_up_has_not_met(checkpoint: Path, pretended: Recorder) -> None:
+def test_what_returns_needs_no_graph_that_warm_up_has_not_met(pretended: Pretended) -> None:
     """Hits of one page and of more, alone and in company, as long as few tokens are new."""
-    runtime = make_runtime(
-        checkpoint, max_wave_rows=32, max_beam_width=16, max_wave_tokens=1024, max_total_tokens=4096, prefix_cache="on"
-    )
+    runtime = pretended.runtime
+    pretended.start()
     assert len(runtime.core.context.cache or ()) == 0
 
     def run(*prompts: Any) -> list[int]:
@@ -323,22 +367,19 @@ def test_what_returns_needs_no_graph_that_warm_up_has_not_met(checkpoint: Path, 
 
     users = [np.arange(length) * (b + 3) % 50 for b, length in enumerate((70, 200, 290))]
     assert run(*users) == [0, 0, 0]
-    captured = len(pretended.captured)
+    captured = pretended.captured
     assert run(*users) == [64, 192, 256]
     assert run(np.append(users[0], np.arange(90) % 50)) == [64] and run(users[2][:150], users[1][:10]) == [128, 0]
-    assert len(pretended.captured) == captured and runtime.fallbacks == runtime.late_graphs == 0
+    assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
 
 
 def test_no_room_for_more_graphs(
-    checkpoint: Path, catalog_file: Path, pretended: Recorder, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, catalog_file: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large prompts then stay without, which counts; a catalog is refused, and met in full when it comes again."""
-    for module in ("shapes", "compile", "warmup"):
-        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
-    runtime = make_runtime(checkpoint, max_wave_rows=32, max_beam_width=16, max_wave_tokens=1024, max_total_tokens=2048)
+    runtime, captures = pretended.runtime, pretended.start()
     catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
-    captures, graphed = runtime._captures, set(runtime.core.programs.graphed)
-    assert captures is not None
+    graphed = set(runtime.core.programs.graphed)
 
     def no_room(_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
@@ -349,12 +390,12 @@ def test_no_room_for_more_graphs(
         with pytest.raises(OutOfMemory, match="graphs of catalog"):
             runtime.add_catalog(catalog)
     assert (runtime.fallbacks, runtime.core.programs.graphed) == (1, graphed)
-    captured = len(pretended.captured)
+    captured = pretended.captured
     runtime.add_catalog(catalog)
-    met = len(pretended.captured)
+    met = pretended.captured
     assert met > captured
     runtime.run([Job(make_search(np.arange(20), 8, 8, catalog=catalog), 0.0, None)])
-    assert (len(pretended.captured), runtime.fallbacks, runtime.late_graphs) == (met, 1, 0)
+    assert (pretended.captured, runtime.fallbacks, runtime.late_graphs) == (met, 1, 0)
 
 
 SMALL: dict[str, Any] = {"max_beam_width": 30, "max_wave_rows": 100, "max_wave_tokens": 256, "max_total_tokens": 2048}
