@@ -155,13 +155,13 @@ def assert_met(setting: Setting, seed: int, *, widest: int | None = None, catalo
         assert not missed, [(search.num_tokens, search.widths, search.num_returned) for search in searches]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(covered_settings(), st.booleans(), seeds)
 def test_any_token(setting: Setting, stops: bool, seed: int) -> None:
     assert_met(setting, seed, stops=stops)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(covered_settings(most_rows=512, least_slots=4), catalogs(5), seeds)
 def test_catalogs_that_can_fill_the_widest_beam(setting: Setting, catalog: Any, seed: int) -> None:
     widest = min(setting.widest, setting.vocab_size)
@@ -169,7 +169,7 @@ def test_catalogs_that_can_fill_the_widest_beam(setting: Setting, catalog: Any, 
     assert_met(setting, seed, catalog=catalog)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(covered_settings(most_rows=512, least_slots=4), catalogs(5), seeds)
 def test_any_catalog_with_one_request_at_a_time(setting: Setting, catalog: Any, seed: int) -> None:
     widest = max(size for size in ROWS if size <= min(setting.widest, setting.vocab_size))
