@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `from tests import tiny`
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tiny models threads would mostly wait for each other
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from tests import tiny
+
+gc.disable()  # until all tests are imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,9 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What imports have made stays: no collection of garbage need look at it again. It is most of all objects."""
+    """What imports have made stays, and is most of all objects: no collection of garbage need look at it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 
 
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, catalog_f
 
 def run(code: str, folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        [sys.executable, "-W", "error", "-c", code], cwd=folder, env=ENVIRONMENT,
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -54,7 +55,7 @@ def test_client_example(folder: Path) -> None:
     command = next(code for language, code in BLOCKS if language == "bash" and code.startswith("widebeam serve"))
     server = subprocess.Popen(
         [sys.executable, "-m", *command.split(), "--port", str(port)], cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         wait_until_ready(server, f"http://127.0.0.1:{port}/ready")
