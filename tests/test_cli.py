@@ -1,4 +1,4 @@
-"""The command line as a user types it, in processes of its own; and where settings come from."""
+"""The command line as a user types it; and where settings come from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,13 +23,37 @@ from widebeam.settings import parse
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def widebeam(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
+@dataclass
+class Done:
+    """What a command printed, and its exit status."""
 
-    return subprocess.run(
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def widebeam(*arguments: object) -> Done:
+    """A process of its own, which takes seconds to import what it needs: for what that makes different."""
+    done = subprocess.run(
         [sys.executable, "-m", "widebeam", *map(str, arguments)], cwd=ROOT, text=True, capture_output=True, check=False,
-        env=os.environ | environment, timeout=100,
+        timeout=100,
     )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def here(capfd: pytest.CaptureFixture[str]) -> Command:
+    """The same in this process."""
+
+    def run(*arguments: object) -> Done:
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        return Done(int(caught.value.code or 0), *capfd.readouterr())
+
+    return run
 
 
 def test_generate_recommends(checkpoint: Path, catalog_file: Path) -> None:
@@ -41,39 +67,39 @@ def test_generate_recommends(checkpoint: Path, catalog_file: Path) -> None:
     assert items[0]["score"] >= items[1]["score"] >= items[2]["score"]
 
 
-def test_generate_without_a_catalog_gives_text(checkpoint: Path) -> None:
-    done = widebeam("generate", checkpoint, "--prompt", "watched <a_1>", "--n=2", "--max-new-tokens=2", "--device=cpu")
+def test_generate_without_a_catalog_gives_text(checkpoint: Path, here: Command) -> None:
+    done = here("generate", checkpoint, "--prompt", "watched <a_1>", "--n=2", "--max-new-tokens=2", "--device=cpu")
     assert done.returncode == 0, done.stderr
     sequences = json.loads(done.stdout)
     assert [len(s["token_ids"]) for s in sequences] == [2, 2] and sequences[0]["text"]
 
 
-def test_bad_requests_and_starts_are_one_line(checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_requests_and_starts_are_one_line(checkpoint: Path, tmp_path: Path, here: Command) -> None:
     done = widebeam("generate", checkpoint, "--input-ids", 9999, "--device", "cpu")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1) and "9999" in done.stderr
     done = widebeam("serve", tmp_path / "nothing")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "nothing" in done.stderr
-    done = widebeam("serve")
+    done = here("serve")
     assert done.returncode == 2 and "no model" in done.stderr
-    done = widebeam("srve")
+    done = here("srve")
     assert done.returncode == 2 and "srve" in done.stderr
 
 
-def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> None:
-    done = widebeam("catalog", "inspect", catalog_file, "--model", checkpoint)
+def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_path: Path, here: Command) -> None:
+    done = here("catalog", "inspect", catalog_file, "--model", checkpoint)
     assert done.returncode == 0 and "60 under" in done.stdout, done.stderr
-    assert widebeam("catalog", "validate", catalog_file).returncode == 0
+    assert here("catalog", "validate", catalog_file).returncode == 0
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"item_id": 1, "sid": [1]}\n{"item_id": 2, "sid": "x"}\n{"item_id": 3}\n')
-    done = widebeam("catalog", "validate", bad, "--json")
+    done = here("catalog", "validate", bad, "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["fine"], found["more"]) == (1, False, 0)
     assert [(one["file"], one["line"]) for one in found["problems"]] == [("bad.jsonl", 2), ("bad.jsonl", 3)]
-    done = widebeam("catalog", "inspect", bad)
+    done = here("catalog", "inspect", bad)
     assert done.returncode == 2 and "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
 
 
-def test_a_catalog_is_built_and_grows(tmp_path: Path) -> None:
+def test_a_catalog_is_built_and_grows(tmp_path: Path, here: Command) -> None:
     """Every command as a user types it; a bar is shown on a terminal only."""
     vectors = np.random.default_rng(0).normal(size=(90, 6))
     np.save(tmp_path / "items.npy", vectors)
@@ -82,11 +108,11 @@ def test_a_catalog_is_built_and_grows(tmp_path: Path) -> None:
     done = widebeam("catalog", "build", *arguments, "--balanced", "--dedup")
     assert (done.returncode, done.stderr) == (0, "") and "90 of 6 dimensions" in done.stdout
     file = tmp_path / "out" / "items.parquet"
-    report = json.loads(widebeam("catalog", "inspect", file, "--json").stdout)
+    report = json.loads(here("catalog", "inspect", file, "--json").stdout)
     assert (report["items"], report["sids"]) == (90, 90) and report["device_bytes"] > 90 * 20
-    done = widebeam("catalog", "validate", file)
+    done = here("catalog", "validate", file)
     assert done.returncode == 0 and "90 items under 90 SIDs" in done.stdout
-    done = widebeam("catalog", "assign", "--codebooks", tmp_path / "out", "--embeddings", tmp_path / "new.npy")
+    done = here("catalog", "assign", "--codebooks", tmp_path / "out", "--embeddings", tmp_path / "new.npy")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["item_id"] for row in rows] == [0, 1, 2] and {len(row["sid"]) for row in rows} == {3}
 
@@ -201,8 +227,8 @@ def test_catalogs_have_names() -> None:
             catalog_files(given)
 
 
-def test_one_request_searches_one_catalog(checkpoint: Path) -> None:
-    done = widebeam("generate", checkpoint, "--catalog", "a", "--catalog", "b", "--history", "x")
+def test_one_request_searches_one_catalog(checkpoint: Path, here: Command) -> None:
+    done = here("generate", checkpoint, "--catalog", "a", "--catalog", "b", "--history", "x")
     assert done.returncode == 2 and "--catalog once" in done.stderr
 
 

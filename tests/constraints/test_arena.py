@@ -56,7 +56,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        gc.freeze()  # a refusal collects garbage: it need not look at all that tests have imported
+        gc.freeze()  # a refusal collects garbage: it need not look at all that tests have made
         self.arena: Any = CatalogArena(PLACES * NODE_BYTES, CPU)
         self.held: list[Version] = []
 
@@ -100,7 +100,6 @@ class ArenaMachine(RuleBasedStateMachine):
         self.held.clear()
         gc.collect()
         self.arena.check_integrity()
-        gc.unfreeze()
         assert (self.arena.used, len(self.arena)) == (0, 0)
 
 

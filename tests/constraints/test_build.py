@@ -14,54 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.constraints.builds import DIM, ITEMS, options, read
 from widebeam.config import EngineConfig
 from widebeam.constraints import kmeans
-from widebeam.constraints.assign import Assign, assign, json_lines
-from widebeam.constraints.build import Build, BuildReport, build
+from widebeam.constraints.build import BuildReport, build
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.engine import Engine
 from widebeam.errors import CatalogError, ConfigError
 
 cluster = pytest.importorskip("sklearn.cluster")
 FILES = ["added_tokens.json", "build.json", "catalog.json", "codebooks.npy", "items.parquet"]
-ITEMS, DIM = 600, 16
-
-
-@pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    """Clouds of items, some of which are the same as others."""
-    rng = np.random.default_rng(5)
-    drawn = rng.normal(size=(20, DIM))[rng.integers(0, 20, ITEMS)] + 0.3 * rng.normal(size=(ITEMS, DIM))
-    drawn[500:520] = drawn[0]
-    return drawn.astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def npy(vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("embeddings") / "items.npy"
-    np.save(path, vectors)
-    return path
-
-
-@pytest.fixture(scope="module")
-def built(npy: Path) -> Path:
-    """A build with default settings but for the size."""
-    build(options(npy, npy.parent / "built"))
-    return npy.parent / "built"
-
-
-def options(embeddings: Path, output: Path, **given: Any) -> Build:
-    return Build(**{"embeddings": str(embeddings), "output": str(output), "codes": 16} | given)
-
-
-def read(folder: Path) -> tuple[list[Any], np.ndarray, list[np.ndarray]]:
-    """Ids, codes and codebooks of a build, as they lie in its files."""
-    table = pq.read_table(folder / "items.parquet")
-    header = json.loads((folder / "catalog.json").read_text())
-    rows = np.load(folder / "codebooks.npy")
-    ends = np.cumsum([level["codes"] for level in header["levels"]])
-    books = [book for book in np.split(rows, ends[ends <= len(rows)]) if len(book)]
-    return table.column("item_id").to_pylist(), np.array(table.column("sid").to_pylist()), books
 
 
 def left_over(vectors: np.ndarray, codes: np.ndarray, books: list[np.ndarray], levels: int) -> np.ndarray:
@@ -267,78 +229,6 @@ def test_an_earlier_build_is_replaced_only_if_asked_and_its_template_is_kept(npy
     (tmp_path / "catalog.json").write_text('{"templ": {}}')
     with pytest.raises(ConfigError, match=r"catalog.json, .* is wrong: .*templ"):
         build(options(npy, tmp_path, overwrite=True))
-
-
-# SIDs for new items
-
-
-def assigned(folder: Path, embeddings: Path, **given: Any) -> dict[Any, list[int]]:
-    table = assign(Assign(codebooks=str(folder), embeddings=str(embeddings), **given))
-    return dict(zip(table.column("item_id").to_pylist(), table.column("sid").to_pylist(), strict=True))
-
-
-def test_the_same_vectors_get_the_same_sids(
-    built: Path, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In another order, in other company and in batches of another size."""
-    monkeypatch.setattr(kmeans, "BLOCK", 1000)
-    rows = np.random.default_rng(0).permutation(ITEMS)[:250]
-    np.save(tmp_path / "some.npy", vectors[rows])
-    _, codes, _ = read(built)
-    assert list(assigned(built, tmp_path / "some.npy").values()) == codes[rows].tolist()
-
-
-def test_new_items_take_the_next_numbers_and_known_ones_keep_theirs(vectors: np.ndarray, tmp_path: Path) -> None:
-    np.save(tmp_path / "items.npy", vectors)
-    build(options(tmp_path / "items.npy", tmp_path / "out", codes=64, dedup=True))
-    _, codes, _ = read(tmp_path / "out")
-    crowd = [0, *range(500, 520)]  # one vector, and so one SID but for the last code
-    np.save(tmp_path / "new.npy", vectors[[510, 0, 3, 0, 519]])
-    (tmp_path / "ids.txt").write_text("510\n9000\n9001\n9002\n0\n")  # 0 and 510 are known
-    sids = assigned(tmp_path / "out", tmp_path / "new.npy", ids=str(tmp_path / "ids.txt"))
-    taken = sum(sid[:3] == codes[0, :3].tolist() for sid in codes.tolist())
-    assert taken >= len(crowd)
-    assert sids[510] == codes[510].tolist() and sids[0] == codes[0].tolist()
-    assert [sids[9000], sids[9002]] == [[*codes[0, :3].tolist(), taken + place] for place in (0, 1)]
-    assert sids[9001][:3] == codes[3, :3].tolist()
-    assert sids[9001] not in codes.tolist()
-    np.save(tmp_path / "many.npy", np.tile(vectors[:1], (64, 1)))
-    (tmp_path / "ids.txt").write_text("".join(f"new {row}\n" for row in range(64)))
-    with pytest.raises(ConfigError, match="has 64 codes"):
-        assigned(tmp_path / "out", tmp_path / "many.npy", ids=str(tmp_path / "ids.txt"))
-    (tmp_path / "out" / "items.parquet").unlink()
-    with pytest.raises(CatalogError, match=r"items\.parquet is missing"):
-        assigned(tmp_path / "out", tmp_path / "new.npy")
-
-
-def test_assigned_items_are_a_catalog(built: Path, vectors: np.ndarray, tmp_path: Path) -> None:
-    """As JSON lines and as parquet, with the header of the build."""
-    table = pa.table({"item_id": ["x", "y"], "e": list(vectors[:2]), "title": ["X", None]})
-    pq.write_table(table, tmp_path / "new.parquet")
-    found = assign(Assign(codebooks=str(built), embeddings=str(tmp_path / "new.parquet")))
-    (tmp_path / "lines.jsonl").write_text("".join(f"{line}\n" for line in json_lines(found)))
-    assigned(built, tmp_path / "new.parquet", output=str(tmp_path / "sids.parquet"))
-    (tmp_path / "catalog.json").write_bytes((built / "catalog.json").read_bytes())
-    for name in ("lines.jsonl", "sids.parquet"):
-        catalog = Catalog.load(tmp_path / name)
-        row = catalog.row_of("x")
-        assert row is not None and catalog.sid(row) == read(built)[1][0].tolist()
-        assert catalog.metadata(row, ["title"]) == {"title": "X"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "catalog.json", "lines.jsonl", "new.parquet", "sids.parquet",
-    ]  # fmt: skip
-
-
-def test_assign_refuses_what_does_not_fit(built: Path, npy: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "wide.npy", np.zeros((3, DIM + 1)))
-    with pytest.raises(ConfigError, match=r"wide.npy has 17 dimensions, the codebooks in .* 16"):
-        assigned(built, tmp_path / "wide.npy")
-    with pytest.raises(ConfigError, match="is no folder of `widebeam catalog build`"):
-        assigned(tmp_path, npy)
-    (tmp_path / "build.json").write_bytes((built / "build.json").read_bytes())
-    np.save(tmp_path / "codebooks.npy", np.zeros((47, DIM), np.float32))
-    with pytest.raises(ConfigError, match=r"codebooks.npy is not what build.json says: it is float32 \[47, 16\]"):
-        assigned(tmp_path, npy)
 
 
 # Bad input

@@ -10,8 +10,8 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 from tests.deploy.proxy import CONFIG, Proxy, environment, free_address, running_proxy
 from tests.deploy.tools import needs
 from tests.http.hostile import GOOD
+from tests.http.load import Load
 from tests.http.process import LONG, Process, starter
 from tests.http.service import Answer, wait_until
 from widebeam import Client, session_key
@@ -238,50 +239,31 @@ def test_the_sessions_of_a_killed_server_move_and_no_other(fleet: Fleet) -> None
     assert moved == {session for session in SESSIONS if before[session] == name}
 
 
-@dataclass
-class Load:
-    """Clients that ask again and again, with sessions and without: when they asked, and what came."""
+Asked = tuple[float, Answer]
+"""When, and what came."""
 
-    proxy: Proxy
-    answers: list[tuple[float, Answer]] = field(default_factory=list)
 
-    @contextmanager
-    def running(self, clients: int) -> Iterator[Load]:
-        over = threading.Event()
+def users(proxy: Proxy) -> Load[Asked]:
+    """With sessions and without."""
 
-        def ask(client: int) -> None:
-            turn = 0
-            while not over.wait(0.005):
-                turn += 1
-                session = None if turn % 4 == 0 else f"{client}-{turn}"
-                asked = monotonic()
-                self.answers.append((asked, self.proxy.call("POST", "/v1/recommend", GOOD, session)))
+    def ask(client: int, turn: int) -> Asked:
+        session = None if turn % 4 == 3 else f"{client}-{turn}"
+        asked = monotonic()
+        return asked, proxy.call("POST", "/v1/recommend", GOOD, session)
 
-        threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield self
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join(60)
+    return Load(ask)
 
-    def servers(self, since: float) -> set[str]:
-        """Who was sent what was asked since then."""
-        return {answer.headers["x-served-by"] for asked, answer in self.answers if asked > since}
 
-    def grows(self, count: int) -> None:
-        """Wait for that many more answers."""
-        wanted = len(self.answers) + count
-        wait_until(lambda: len(self.answers) >= wanted, 30)
+def served(load: Load[Asked], since: float) -> set[str]:
+    """Who was sent what was asked since then."""
+    return {answer.headers["x-served-by"] for asked, answer in load.answers if asked > since}
 
 
 def test_a_server_taken_out_finishes_and_comes_back(fleet: Fleet) -> None:
     """As docs/operations.md says: nobody gets anything but an answer."""
     session = SESSIONS[1]
     name = fleet.by_session([session])[session]
-    with ThreadPoolExecutor(1) as pool, Load(fleet.proxy).running(2) as load:
+    with ThreadPoolExecutor(1) as pool, users(fleet.proxy).running(2) as load:
         load.grows(20)
         begun = pool.submit(fleet.proxy.call, "POST", "/generate", LONG, session)
         wait_until(fleet.servers[name].works_on_long)
@@ -290,11 +272,11 @@ def test_a_server_taken_out_finishes_and_comes_back(fleet: Fleet) -> None:
         load.grows(30)
         assert begun.result(60).headers["x-served-by"] == name
         assert fleet.servers[name].in_flight() == 0
-        assert load.servers(since=out) == set(fleet.servers) - {name}
+        assert served(load, since=out) == set(fleet.servers) - {name}
         fleet.proxy.admin(f"set server by_session/{name} state ready")
         back = monotonic()
         load.grows(30)
-        assert load.servers(since=back) == set(fleet.servers)
+        assert served(load, since=back) == set(fleet.servers)
     assert begun.result().status == 200
     assert {answer.status for _, answer in load.answers} == {200}
     assert fleet.by_session([session]) == {session: name}
@@ -304,7 +286,7 @@ def test_a_server_that_is_told_to_stop_fails_no_request(fleet: Fleet) -> None:
     """Its requests finish, and it takes new ones until the probes have seen that it goes."""
     session = SESSIONS[1]
     name = fleet.by_session([session])[session]
-    with ThreadPoolExecutor(1) as pool, Load(fleet.proxy).running(2) as load:
+    with ThreadPoolExecutor(1) as pool, users(fleet.proxy).running(2) as load:
         load.grows(20)
         begun = pool.submit(fleet.proxy.call, "POST", "/generate", OUTLASTS_PROBES, session)
         wait_until(fleet.servers[name].works_on_long)
@@ -314,7 +296,7 @@ def test_a_server_that_is_told_to_stop_fails_no_request(fleet: Fleet) -> None:
         load.grows(20)
         assert begun.result(60).status == 200
         assert fleet.servers.pop(name).popen.wait(30) == 0
-    assert load.servers(since=gone) == set(fleet.servers)
+    assert served(load, since=gone) == set(fleet.servers)
     assert {answer.status for _, answer in load.answers} == {200}
     assert fleet.by_session([session])[session] in fleet.servers
 

@@ -1,36 +1,289 @@
-"""Which runs of warm-up capture graphs, and which only make their kernels ready."""
+"""Warm-up on a device captures what later waves need, as is traced on a CPU, and runs inside small pools."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import pytest
 import torch
-from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-from widebeam.engine.compile import captured_at_once
+from tests import tiny
+from tests.engine.warm_waves import (
+    Recorder,
+    graph_keys,
+    make_runtime,
+    make_search,
+    soak,
+)
+from widebeam.constraints.catalog import Catalog
+from widebeam.engine.captures import Captures
+from widebeam.engine.compile import compiled_programs
+from widebeam.engine.memory import least_sizes
+from widebeam.engine.runtime import Runtime
+from widebeam.engine.scheduler import Job
+from widebeam.errors import OutOfMemory
+from widebeam.kv.prefix import Prefix
+from widebeam.model.config import load_model_config
+from widebeam.model.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LONGEST = 300
 
 
-def at_once() -> bool:
-    """Whether graph trees would capture a size that they have not run before."""
-    return bool(torch._inductor.config.triton.skip_cudagraph_warmup)
+@contextmanager
+def pretending(compiler: Any) -> Iterator[None]:
+    """Runtimes on a CPU warm up as on a GPU, with what this makes of the functions that a GPU compiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiles = property(lambda self: True, lambda self, value: None)
+        patch.setattr(Runtime, "_compiles", compiles, raising=False)
+        patch.setattr("widebeam.model.reference.TorchBackend.replayable", True)
+        patch.setattr("widebeam.engine.runtime.compiled_programs", lambda core, _: compiled_programs(core, compiler))
+        yield
 
 
-def plus_one() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Compiled when it is first called."""
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Runtimes warm up as on a GPU, with functions that run as they are."""
+    with pretending(lambda function: function):
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_runtime(checkpoint: Path) -> tuple[Runtime, Recorder]:
+    """Its functions are traced as they would be compiled, which takes seconds a form: once for all tests."""
     torch._dynamo.reset()
-    return torch.compile(lambda x: x + 1, backend="eager", dynamic=True)
+    recorder = Recorder()
+    with pretending(recorder):
+        runtime = make_runtime(
+            checkpoint, LONGEST, max_wave_rows=64, max_beam_width=16, max_wave_tokens=512, max_total_tokens=4096,
+            prefix_cache="on", warmup="none",
+        )  # fmt: skip
+    return runtime, recorder
 
 
-def test_what_is_compiled_is_run_before_it_is_captured() -> None:
-    function = plus_one()
-    with captured_at_once():
-        assert at_once()
-        function(torch.ones(3))
-        assert not at_once()
-    with captured_at_once():
-        function(torch.ones(4))
-        assert at_once(), "a size of a known function"
-        with callback_handler.install_callbacks(CallbackTrigger.CUDAGRAPH_RECORDING, "0/0"):
-            pass
-        assert at_once(), "a capture compiles nothing"
-    assert not at_once() and not callback_handler.start_callbacks
+@dataclass
+class Pretended:
+    """The shared runtime, and the integers that its functions have been called with in this test."""
+
+    runtime: Runtime
+    recorder: Recorder
+    vocab_size: int
+
+    @property
+    def captured(self) -> int:
+        return len(self.recorder.captured)
+
+    def start(self, mode: Literal["fast", "none"] = "fast") -> Captures:
+        """As a start does: nothing has been met before."""
+        runtime, programs = self.runtime, self.runtime.core.programs
+        runtime.flush_prefixes()
+        programs.graphed.clear()
+        programs.graphed.update(compiled_programs(runtime.core, lambda function: function).graphed)
+        runtime._captures = captures = Captures(runtime.core, runtime.limits, mode, runtime._run_searches)
+        captures.start(runtime.config.max_beam_width, self.vocab_size, LONGEST)
+        return captures
+
+
+@pytest.fixture
+def pretended(checkpoint: Path, shared_runtime: tuple[Runtime, Recorder], monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    """Prompts of more than 256 tokens are large."""
+    runtime, recorder = shared_runtime
+    monkeypatch.setattr("widebeam.engine.captures.made_so_far", recorder.made_so_far)
+    for module in ("shapes", "compile", "warmup"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
+    recorder.captured.clear()
+    return Pretended(runtime, recorder, load_model_config(checkpoint).vocab_size)
+
+
+def test_graphs_are_told_apart(pretended: Pretended) -> None:
+    """`graph_keys` says of any two waves whether they run the same graphs: what is traced agrees."""
+    runtime, recorder = pretended.runtime, pretended.recorder
+    pretended.start("none")
+    specs: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [
+        [(20, 20, 20, 3, ())],
+        [(100, 18, 1, 3, ()), (28, 4, 4, 3, ())],
+        [(200, 20, 20, 3, ())],
+        [(20, 40, 20, 3, ())],
+        [(20, 20, 20, 4, ())],
+        [(20, 20, 20, 5, ())],
+        [(20, 10, 10, 3, ()), (20, 9, 9, 2, ())],
+        [(20, 20, 20, 3, (1,))],
+        [(20, 20, 20, 3, (1, 2)), (20, 1, 1, 3, ())],
+    ]
+    traced: dict[frozenset[Any], set[Hashable]] = {}
+    for spec in specs:
+        searches = [
+            make_search(np.arange(tokens) % 50, width, n, levels=levels, stops=stops)
+            for tokens, width, n, levels, stops in spec
+        ]
+        recorder.last.clear()
+        runtime.run([Job(search, 0.0, None) for search in searches])
+        traced[frozenset(graph_keys(searches, runtime.limits))] = set(recorder.last)
+    assert len(traced) >= 5
+    for keys, graphs in traced.items():
+        for other_keys, other_graphs in traced.items():
+            both = keys & other_keys
+            prompts = sum(key[0] == "prompts" for key in both)
+            assert len(graphs & other_graphs) == len(both) + prompts  # prompts have two graphs
+
+
+def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, pretended: Pretended) -> None:
+    """Each function is traced as it would be compiled, and the integers that it is called with are noted."""
+    runtime = pretended.runtime
+    pretended.start()
+    while runtime.capture_more():
+        pass
+    path = tiny.save_catalog(tmp_path / "wide.jsonl", num_items=100)
+    catalog = Catalog.load(path, token_id=Tokenizer(checkpoint).token_id)
+    runtime.add_catalog(catalog)
+    captured = pretended.captured
+    soak(runtime, catalog, 150, 0, pretended.vocab_size)
+    assert (runtime.fallbacks, pretended.captured) == (0, captured)
+    assert captured > 20
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join(row.replace("<c_15>", "<c_3>").replace("item-9", "new-9") for row in rows))
+    update = Catalog.load(path, token_id=Tokenizer(checkpoint).token_id)
+    assert not np.array_equal(update.index.code, catalog.index.code)
+    runtime.core.beams.high_water = 0
+    runtime.add_catalog(update)
+    assert runtime.core.beams.high_water == 0  # no wave ran
+    soak(runtime, update, 30, 1, pretended.vocab_size)
+    assert (runtime.fallbacks, pretended.captured) == (0, captured)
+
+
+def test_large_prompts_are_captured_later(pretended: Pretended) -> None:
+    """Until then they run as they are; either way the search is the same."""
+    runtime = pretended.runtime
+    pretended.start()
+    graphed = runtime.core.programs.graphed
+
+    def sizes() -> set[int]:
+        return {tokens for requests, tokens, splits in graphed if (requests, splits) == (16, 0)}
+
+    def results() -> list[Any]:
+        jobs = [Job(make_search(np.arange(150) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
+        return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in runtime.run(jobs)]
+
+    captured, plain = pretended.captured, results()
+    assert (sizes(), pretended.captured) == ({128, 256}, captured)
+    while runtime.capture_more():
+        pass
+    assert sizes() == {128, 256, 320, 480, 640}
+    captured, graphed = pretended.captured, results()
+    assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
+    for one, other in zip(plain, graphed, strict=True):
+        assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
+        assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
+
+
+def test_what_returns_needs_no_graph_that_warm_up_has_not_met(pretended: Pretended) -> None:
+    """Hits of one page and of more, alone and in company, as long as few tokens are new."""
+    runtime = pretended.runtime
+    pretended.start()
+    assert len(runtime.core.context.cache or ()) == 0
+
+    def run(*prompts: Any) -> list[int]:
+        searches = [make_search(tokens, 8, 8) for tokens in prompts]
+        for search in searches:
+            search.prefix = Prefix.of(search.token_ids, runtime.config.page_size)
+        runtime.run([Job(search, 0.0, None) for search in searches])
+        return [search.num_cached for search in searches]
+
+    users = [np.arange(length) * (b + 3) % 50 for b, length in enumerate((70, 200, 290))]
+    assert run(*users) == [0, 0, 0]
+    captured = pretended.captured
+    assert run(*users) == [64, 192, 256]
+    assert run(np.append(users[0], np.arange(90) % 50)) == [64] and run(users[2][:150], users[1][:10]) == [128, 0]
+    assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
+
+
+def test_no_room_for_more_graphs(
+    checkpoint: Path, catalog_file: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large prompts then stay without, which counts; a catalog is refused, and met in full when it comes again."""
+    runtime, captures = pretended.runtime, pretended.start()
+    catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
+    graphed = set(runtime.core.programs.graphed)
+
+    def no_room(_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(captures, "_run", no_room)
+        assert runtime.capture_more() and not runtime.capture_more()
+        with pytest.raises(OutOfMemory, match="graphs of catalog"):
+            runtime.add_catalog(catalog)
+    assert (runtime.fallbacks, runtime.core.programs.graphed) == (1, graphed)
+    captured = pretended.captured
+    runtime.add_catalog(catalog)
+    met = pretended.captured
+    assert met > captured
+    runtime.run([Job(make_search(np.arange(20), 8, 8, catalog=catalog), 0.0, None)])
+    assert (pretended.captured, runtime.fallbacks, runtime.late_graphs) == (met, 1, 0)
+
+
+SMALL: dict[str, Any] = {"max_beam_width": 30, "max_wave_rows": 100, "max_wave_tokens": 256, "max_total_tokens": 2048}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_wave_rows": 16, "max_beam_width": 16},
+        {"max_beam_width": 100},
+        {"max_beam_width": 5, "max_wave_requests": 7},
+        {"max_wave_requests": 1, "max_beam_width": 64, "max_wave_rows": 64},
+        {"max_wave_requests": 40, "max_total_tokens": 4096},
+        {"beam_kv_tokens": 32},
+        {"beam_kv_tokens": 96},
+        {"page_size": 8, "max_total_tokens": 256},
+        {"page_size": 1, "max_total_tokens": 40},
+        {"max_wave_tokens": 10},
+        {"max_levels": 1},
+        {"beam_kv_tokens": 46},
+        {"beam_kv_tokens": 70},
+        {"max_total_tokens": None},
+        {"max_total_tokens": 1024},
+        {"max_wave_rows": 8, "max_beam_width": 8},
+        {"max_beam_width": 2, "max_wave_requests": 64, "max_total_tokens": 8192},
+    ],
+    ids=str,
+)
+def test_small_pools(checkpoint: Path, catalog_file: Path, uncompiled: None, fields: dict[str, Any]) -> None:
+    """Every wave of the warm-up runs and gives back what it held."""
+    runtime = make_runtime(checkpoint, **(SMALL | fields))
+    runtime.check_integrity()
+    runtime.add_catalog(Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id))
+    runtime.check_integrity()
+    assert runtime.core.context.high_water > 0 and runtime.core.beams.high_water > 0
+
+
+@pytest.mark.parametrize("width", [1, 64])
+def test_a_tiny_vocabulary(tmp_path: Path, uncompiled: None, width: int) -> None:
+    """Fewer tokens than beams and rows."""
+    checkpoint = tiny.save_checkpoint(tmp_path / "tiny", levels=1, codes=1)
+    make_runtime(checkpoint, **(SMALL | {"max_beam_width": width})).check_integrity()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_beam_width": 100},
+        {"max_beam_width": 25, "max_wave_requests": 2},
+        {"max_beam_width": 40},
+        {"beam_kv_tokens": 70},
+    ],
+    ids=str,
+)
+def test_the_wave_that_measures_the_work_space_fits(checkpoint: Path, fields: dict[str, Any]) -> None:
+    """It runs on a GPU before the pools are made, on the least ones."""
+    runtime = make_runtime(
+        checkpoint, 512, **({"max_beam_width": 30, "max_wave_rows": 100, "max_wave_tokens": 512} | fields)
+    )
+    runtime._run_largest_waves(least_sizes(runtime.config, 512))

@@ -102,6 +102,8 @@ def test_a_level_traces_whole_and_gives_the_same(
 def test_rarer_forms_trace_whole_and_give_the_same(traced: tuple[Runtime, Catalog, Programs], kind: str) -> None:
     """One of a wave's two searches asks for more than the other."""
     runtime, catalog, programs = traced
+    if kind in ("filters", "policies") and runtime.device.type == "cpu":
+        pytest.skip("what is traced for all of a catalog's is both of these; on a GPU their kernels differ")
     constrained = kind not in ("suppressed", "policies of texts")
 
     def results() -> Any:

@@ -77,19 +77,31 @@ class Ledger:
         return all(self.outcomes[job] for job in self.jobs)
 
 
+KINDS = ("memory", "network", "reading")
+LAYERS = (1, 6, 31)
+"""Calls of layers until a wave breaks: in the prompts, at an early level, and at a later one."""
+
+
 @dataclass
 class Faults:
-    """Breaks every `every`-th wave, in turn by want of memory, by an error in the network and by unreadable results."""
+    """Breaks a wave after every `every` that ran: by want of memory, by an error in the network, or by unreadable
+    results, whichever has broken the fewest so far. A wave that ends before it breaks leaves that to the next one."""
 
     every: int
     out_of_memory: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     """Ids of the searches that were in such waves."""
     waves: Counter[str] = field(default_factory=Counter)
-    _launches: int = 0
+    """Those that broke, by kind."""
+    _whole: int = 0
+    """Waves since the last one that broke."""
     _layers_left: int = 0
     """Until the network raises; 0: it does not."""
     _error: Exception = field(default_factory=Exception)
+
+    @property
+    def of_each_kind(self) -> bool:
+        return all(self.waves[kind] for kind in KINDS)
 
     @contextmanager
     def injected(self, engine: Engine) -> Iterator[Faults]:
@@ -119,25 +131,29 @@ class Faults:
             runtime.launch = launch
 
     def _launch(self, launch: Callable[..., Any], jobs: list[Job], *rest: Any) -> Any:
-        self._launches += 1
         self._layers_left = 0
-        turn, rest_of_turn = divmod(self._launches, self.every)
-        kind = "" if rest_of_turn else ("memory", "network", "reading")[turn % 3]
+        kind = min(KINDS, key=lambda kind: self.waves[kind]) if self._whole >= self.every else ""
         ids = {job.search.request_id for job in jobs}
         if kind in ("memory", "network"):
             self._error = torch.OutOfMemoryError("no memory left") if kind == "memory" else ValueError("broken")
-            self._layers_left = (1, 6, 31)[turn // 3 % 3]  # in the prompts, at an early level, and at a later one
+            self._layers_left = LAYERS[self.waves[kind] % len(LAYERS)]
         try:
             flight = launch(jobs, *rest)
-        except (torch.OutOfMemoryError, ValueError):
-            self.waves[kind] += 1
-            (self.out_of_memory if kind == "memory" else self.failed).update(ids)
+        except Exception as error:
+            if error is self._error:
+                self._broke(kind, ids)
             raise
         if kind == "reading":
             flight.launched.result = _unreadable
-            self.waves[kind] += 1
-            self.failed |= ids
+            self._broke(kind, ids)
+        else:
+            self._whole += 1
         return flight
+
+    def _broke(self, kind: str, ids: set[str]) -> None:
+        self._whole = 0
+        self.waves[kind] += 1
+        (self.out_of_memory if kind == "memory" else self.failed).update(ids)
 
 
 def _unreadable() -> Any:

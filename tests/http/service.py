@@ -139,6 +139,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     raise AssertionError("the condition did not come true in time")
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """`wait_until` for tests that run on an event loop."""
-    await asyncio.to_thread(wait_until, condition)
+    await asyncio.to_thread(wait_until, condition, seconds)

@@ -116,6 +116,7 @@ async def test_whatever_happens_each_request_has_one_outcome(service: Service, c
     with Ledger().kept(engine) as ledger, Faults(every=6).injected(engine) as faults:
         async with meanwhile(reload, stall, search_and_cancel, scrape):
             answers = await everybody(service, cases)
+            await until(lambda: faults.of_each_kind, seconds=60)
         await until(lambda: not engine._waiting and ledger.settled)
     await asyncio.to_thread(service.check)
     assert not unhandled
@@ -145,10 +146,7 @@ async def everybody(service: Service, cases: list[Case]) -> dict[str, Answer]:
         async with gate:
             await one(session, case, np.random.default_rng(seed))
 
-    async with (
-        asyncio.timeout(60),
-        aiohttp.ClientSession(service.url, connector=aiohttp.TCPConnector(limit=0)) as session,
-    ):
+    async with aiohttp.ClientSession(service.url, connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(in_turn(session, case, seed) for seed, case in enumerate(cases)))
     return answers
 
@@ -212,7 +210,6 @@ def check_counters(
     early = sum(case.searches for case in cases if "filters" in case.body and case.fate != "stays")
     assert 0 <= sum(stats.searches.values()) - len(ledger.jobs) <= early
     assert stats.out_of_memory == faults.waves["memory"]
-    assert all(faults.waves[kind] for kind in ("memory", "network", "reading"))
 
 
 async def check_answers(

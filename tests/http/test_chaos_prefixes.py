@@ -92,9 +92,15 @@ async def test_shared_prefixes_harm_nobody(busy: Service, quiet: Service, catalo
     for case in cases:
         users.visit(case)
 
+    restored = 0
+
     async def flush() -> None:
-        await asyncio.sleep(float(rng.uniform(0.2, 0.6)))
-        assert (await asyncio.to_thread(busy.post, "/flush_cache", None)).status == 200
+        """Whenever some pages have come back from the host since the last flush."""
+        nonlocal restored
+        now = engine.stats().prefix_host_events["restored"]
+        if now >= restored + 20:
+            restored = now
+            assert (await asyncio.to_thread(busy.post, "/flush_cache", None)).status == 200
 
     async def prefill() -> None:
         body = {"input_ids": users.prompt(), "catalog": "other", "ttl_s": float(rng.uniform(0.01, 2))}
@@ -115,19 +121,23 @@ async def test_shared_prefixes_harm_nobody(busy: Service, quiet: Service, catalo
     async def look() -> None:
         await on_loop(busy, engine.check_integrity())
 
+    def met() -> bool:
+        """Whether all has happened that the run is for: it goes on until then."""
+        stats = engine.stats()
+        happened = stats.prefix_evicted_pages, stats.prefix_flushed_pages, stats.prefix_host_events["restored"]
+        return faults.of_each_kind and all(happened) and min(stats.prefix_searches.values()) > REQUESTS / 12
+
     with Ledger().kept(engine) as ledger, Faults(every=9).injected(engine) as faults:
         async with meanwhile(flush, prefill, cancel, reload, look):
             answers = await everybody(busy, cases)
+            await until(met, seconds=60)
         await until(lambda: not engine._waiting and ledger.settled)
     await asyncio.to_thread(busy.check)
     check_counters(busy, cases, answers, ledger, faults)
 
     unharmed = [case for case in cases if is_unharmed(case, answers.get(case.name), faults)]
     assert len(unharmed) > REQUESTS / 3
-    stats = engine.stats()
-    assert min(stats.prefix_searches.values()) > REQUESTS / 12
-    assert stats.prefix_evicted_pages > 0 and stats.prefix_flushed_pages > 0
-    assert stats.prefix_host_events["restored"] > 0 and not stats.prefix_host_events["corrupt"]
+    assert not engine.stats().prefix_host_events["corrupt"]
     check_cached_tokens(unharmed, {case.name: answers[case.name].json for case in unharmed})
     await compare(quiet, unharmed, {case.name: answers[case.name].json for case in unharmed})
 

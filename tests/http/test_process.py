@@ -7,16 +7,15 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.http.hostile import GOOD
+from tests.http.load import Load
 from tests.http.process import LEVELS, LONG, Process, starter
 from tests.http.service import Answer, Service, wait_until
 from widebeam.http.server import BROKEN
@@ -29,44 +28,27 @@ def start(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> Iterator[Call
         yield begin
 
 
-@dataclass
-class Load:
-    """Clients that ask again and again, each request on a connection of its own."""
+def recommending(server: Process) -> Load[Answer | None]:
+    """Clients that go away when there is nobody to answer them."""
 
-    process: Process
-    answers: list[list[Answer | None]] = field(default_factory=list)
-
-    @contextmanager
-    def running(self, clients: int) -> Iterator[Load]:
-        over = threading.Event()
-
-        def ask(answers: list[Answer | None]) -> None:
-            while not over.wait(0.005) and (not answers or answers[-1] is not None):
-                try:
-                    answers.append(self.process.post("/v1/recommend", GOOD))
-                except ConnectionResetError:  # connected as the socket was closed: nobody had accepted it
-                    answers.append(None)
-
-        self.answers = [[] for _ in range(clients)]
-        threads = [threading.Thread(target=ask, args=(answers,)) for answers in self.answers]
-        for thread in threads:
-            thread.start()
+    def ask(client: int, turn: int) -> Answer | None:
         try:
-            yield self
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join(60)
+            return server.post("/v1/recommend", GOOD)
+        except ConnectionResetError:  # connected as the socket was closed: nobody had accepted it
+            return None
 
-    def check(self) -> None:
-        """Answered until told to go elsewhere, until there is nobody."""
-        for answers in self.answers:
-            kinds = [0 if answer is None else answer.status for answer in answers]
-            assert kinds == sorted(kinds, key=[200, 503, 0].index), kinds
-            assert kinds[0] == 200
-            for answer in answers:
-                if answer is not None and answer.status == 503:
-                    assert_refused(answer)
+    return Load(ask, leaves=lambda answer: answer is None)
+
+
+def check(load: Load[Answer | None]) -> None:
+    """Answered until told to go elsewhere, until there is nobody."""
+    for answers in load.by_client:
+        kinds = [0 if answer is None else answer.status for answer in answers]
+        assert kinds == sorted(kinds, key=[200, 503, 0].index), kinds
+        assert kinds[0] == 200
+        for answer in answers:
+            if answer is not None and answer.status == 503:
+                assert_refused(answer)
 
 
 def assert_refused(answer: Answer | None) -> None:
@@ -84,9 +66,9 @@ def is_draining(server: Process) -> bool:
 def test_sigterm_under_load_drains(start: Callable[..., Process]) -> None:
     """What was accepted is answered, what comes later is refused, and the exit status is 0."""
     server = start("--port", "0", "--max-wave-requests", "1", "--drain-timeout-s", "120").ready()
-    with ThreadPoolExecutor(4) as pool, Load(server).running(3) as load:
+    with ThreadPoolExecutor(4) as pool, recommending(server).running(3) as load:
         accepted = [pool.submit(server.post, "/generate", LONG) for _ in range(4)]
-        wait_until(lambda: server.in_flight() >= 4 and all(load.answers), 30)
+        wait_until(lambda: server.in_flight() >= 4 and all(load.by_client), 30)
         server.popen.send_signal(signal.SIGTERM)
         wait_until(lambda: is_draining(server))
         assert_refused(server.post("/v1/recommend", GOOD))
@@ -96,7 +78,7 @@ def test_sigterm_under_load_drains(start: Callable[..., Process]) -> None:
             beams = answer.json["meta_info"]["beam_results"]
             assert [len(beam["output_ids"]) for beam in beams] == [LEVELS] * 8
         assert server.popen.wait(30) == 0
-    load.check()
+    check(load)
     assert server.call("GET", "/health") is None
 
 
@@ -205,7 +187,7 @@ def test_a_divided_model_answers_and_ends_with_a_rank(
     expected, found = service.post("/v1/recommend", GOOD), server.post("/v1/recommend", GOOD)
     assert found is not None and found.status == 200
     assert [item["id"] for item in found.json["items"]] == [item["id"] for item in expected.json["items"]]
-    with ThreadPoolExecutor(1) as pool, Load(server).running(2) as load:
+    with ThreadPoolExecutor(1) as pool, recommending(server).running(2) as load:
         for version in (2, 3):
             update = {
                 "upsert": [json.loads(catalog_file.read_text().splitlines()[version]) | {"item_id": f"new-{version}"}]
@@ -213,12 +195,12 @@ def test_a_divided_model_answers_and_ends_with_a_rank(
             answer = server.post(f"/v1/catalogs/{catalog_file.stem}/items", update)
             assert answer is not None and (answer.status, answer.json["version"]) == (200, version)
         searching = pool.submit(server.post, "/generate", LONG)
-        wait_until(lambda: server.in_flight() > 0 and all(load.answers), 30)
+        wait_until(lambda: server.in_flight() > 0 and all(load.by_client), 30)
         os.kill(follower_of(server), signal.SIGKILL)
         answer = searching.result(60)
         assert answer is not None and answer.status in (200, 503)
         assert server.popen.wait(30) == BROKEN
-    load.check()
+    check(load)
     assert "rank 1 of the model has ended with status -9" in server.log.read_text()
 
 
