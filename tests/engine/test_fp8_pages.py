@@ -24,6 +24,7 @@ from tests.engine.warm_waves import make_runtime, make_search
 from tests.model.test_quantization import rounding_hugging_face
 from widebeam.engine.advance import advance
 from widebeam.engine.compile import EAGER, compiled_programs
+from widebeam.engine.kv_scales import LEAST_KEY_SCALE
 from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
 from widebeam.errors import ConfigError
@@ -175,6 +176,13 @@ def test_scales_leave_room_above_what_a_fixed_prompt_has(kind: str, tmp_path: Pa
     for scale, most in zip(np.ravel(scales), np.ravel(largest), strict=True):
         assert np.log2(scale).is_integer()
         assert 2 * most * (1 - 1e-5) <= 448 * scale < 4 * most
+
+
+def test_small_keys_do_not_make_small_scales(tmp_path: Path) -> None:
+    """With which FlashInfer would count keys behind a context's end; values may have any."""
+    folder = tiny.save_checkpoint(tmp_path / "m", kind="qwen2", scale=0.01)
+    for k, v in scales_of(make_runtime(folder, LONGEST, **SETTINGS)):
+        assert k == LEAST_KEY_SCALE > v
 
 
 def test_keys_beyond_the_scales_are_clamped(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -123,19 +124,33 @@ def test_beams_see_their_own_context_and_tokens(
       for dtype, D in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 128))),  # minutes to build each
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("splits", [1, 2])
-def test_float8_pages_are_read_with_their_scales(case: tuple[str, str, torch.dtype, int, float], splits: int) -> None:
-    """As pages that hold what they stand for; rows of several requests and some that fill the shape."""
+@pytest.mark.parametrize(
+    ("requests", "R", "widths", "lengths"),
+    [(4, 70, [2, 0, 65], [7, 6, 9]), (16, 16, [1, 1, 1], [140, 80, 9]), (16, 48, [12, 12, 12], [140, 80, 9])],
+    ids=["tiles of many rows", "prompts", "beams"],
+)
+def test_float8_pages_are_read_with_their_scales(
+    case: tuple[str, str, torch.dtype, int, float],
+    splits: int,
+    requests: int,
+    R: int,
+    widths: list[int],
+    lengths: list[int],
+) -> None:
+    """As pages that hold what they stand for; rows of several requests and some that fill the shape. A kernel takes
+    tiles of another size for fewer rows, and cuts contexts of more than 128 tokens."""
     name, device, dtype, D, eps = case
     torch.manual_seed(2)
-    k_scale, v_scale, R = 2.0**-7, 0.03, 70
+    k_scale, v_scale = 2.0**-6, 0.03
     plans = make_plans(name, device, dtype, D, FP8)
     q = torch.randn(R, Q, D, device=device, dtype=dtype)
     k_pool, v_pool = (
-        (torch.randn(10 * S, K, D, device=device) / scale).clamp(-448, 448).to(FP8) for scale in (k_scale, v_scale)
+        (torch.randn(64 * S, K, D, device=device) / scale).clamp(-448, 448).to(FP8) for scale in (k_scale, v_scale)
     )
     k_wide, v_wide = (pool.double().cpu() * scale for pool, scale in ((k_pool, k_scale), (v_pool, v_scale)))
-    plan, handle = plans.context(4, R, splits)
-    pages, widths, lengths = [[3, 1], [5, 7], [2, 6, 4]], [2, 0, 65], [7, 6, 9]
+    plan, handle = plans.context(requests, R, splits)
+    ends = np.cumsum([-(-length // S) for length in lengths])
+    pages = [part.tolist() for part in np.split(np.random.default_rng(2).permutation(63)[: ends[-1]] + 1, ends[:-1])]
     plan.plan(widths, lengths, pages)
     out, lse = context_attention(q.repeat(splits, 1, 1), k_pool, v_pool, handle, k_scale)
     none = torch.empty(R, 0, dtype=torch.int64, device=device)

@@ -28,13 +28,17 @@ TOKENS = 1024
 """Length of the prompt that is measured."""
 MARGIN = 2.0
 """How much larger than any that was measured a key or value may be before it is clamped."""
+LEAST_KEY_SCALE = 2.0**-6
+"""FlashInfer takes a key behind a context's end for one whose product with a query is -50,000, times this scale: with a
+smaller one such keys would count."""
 
 
 def choose_scales(model: Qwen3, plans: Plans, max_context_len: int) -> tuple[Scales, ...]:
-    """Those of the checkpoint, or else measured ones, one pair a layer. Raises ConfigError."""
+    """Those of the checkpoint, or else measured ones, one pair a layer; no key scale under LEAST_KEY_SCALE. Raises
+    ConfigError."""
     if model.kv_scales:
         log.info("float8 context KV with the checkpoint's scales")
-        return model.kv_scales
+        return tuple(Scales(max(k, LEAST_KEY_SCALE), v) for k, v in model.kv_scales)
     tokens = min(TOKENS, max_context_len)
     log.info("float8 context KV with scales measured on %d random tokens", tokens)
     return tuple(_scales(layer, k, v) for layer, (k, v) in enumerate(_largest(model, plans, tokens).tolist()))
@@ -43,7 +47,7 @@ def choose_scales(model: Qwen3, plans: Plans, max_context_len: int) -> tuple[Sca
 def _scales(layer: int, k: float, v: float) -> Scales:
     if not math.isfinite(k + v):
         raise ConfigError(f"--kv-cache-dtype fp8: layer {layer} has keys or values that are not finite")
-    return Scales(_scale(k), _scale(v))
+    return Scales(max(_scale(k), LEAST_KEY_SCALE), _scale(v))
 
 
 def _scale(largest: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,9 @@ class Followers:
         self._config, self._folder, self._on_end = config, folder, on_end
         self._meeting = Path(tempfile.mkdtemp(prefix="widebeam-"))  # only this user may go there
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._closing = threading.Event()
+        self._watches: list[threading.Thread] = []
+        self._expected = {0}
+        """Exit statuses of processes that end as they are told to."""
 
     @property
     def place(self) -> Place:
@@ -74,7 +77,9 @@ class Followers:
             errand = Errand(self._config, str(self._folder), self._place(rank))
             process.stdin.write(msgspec.json.encode(errand) + b"\n")
             process.stdin.flush()
-            threading.Thread(target=self._watch, args=(rank, process), name="widebeam-watch", daemon=True).start()
+            watch = threading.Thread(target=self._watch, args=(rank, process), name="widebeam-watch", daemon=True)
+            watch.start()
+            self._watches.append(watch)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -82,14 +87,14 @@ class Followers:
             for line in lines:
                 pass_on(rank, line)
         status = process.wait()
-        if status and not self._closing.is_set():  # 0: the leader has told it to
+        if status not in self._expected:
             reason = f"rank {rank} of the model has ended with status {status}"
             log.critical("%s: the engine gives up", reason)
             self._on_end(reason)
 
     def close(self) -> None:
-        """End those that are left, and wait for them."""
-        self._closing.set()
+        """End those that are left, and wait for them, and for what the log has to say of them."""
+        self._expected.add(os.EX_SOFTWARE)  # of those whose stdin ends
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()
@@ -97,7 +102,10 @@ class Followers:
             try:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
+                self._expected.add(-signal.SIGKILL)
                 process.kill()  # which a broken device may hold up: nobody waits for that
+        for watch in self._watches:
+            watch.join(1.0)
         shutil.rmtree(self._meeting, ignore_errors=True)
 
 

@@ -212,7 +212,8 @@ def merge_beams(
     logit = torch.cat(((lse * lse_scale).view(-1, R, Q), logit_JRQ))
     value = torch.cat((out.float().view(-1, R, Q, D) * out_scale, v_JRQD))
     value = value.masked_fill(logit.isneginf().unsqueeze(-1), 0)  # what counts nothing may hold anything
-    merged_RQD = (logit.softmax(0).unsqueeze(-1) * value).sum(0)
+    weight = logit.softmax(0).masked_fill(logit.isneginf(), 0)  # 0 for all where nothing counts, as the kernel has it
+    merged_RQD = (weight.unsqueeze(-1) * value).sum(0)
     return _maybe_quantize(merged_RQD.to(q.dtype).view(R, Q * D), quantize)
 
 

@@ -25,7 +25,7 @@ class TorchPrefill:
         self._lengths: list[int] = []
 
     def plan(self, lengths: Sequence[int], num_rows: int) -> None:
-        self._lengths = list(lengths)
+        self._lengths = [*lengths, num_rows - sum(lengths)]  # what only fills a shape is one more prompt, and finite
 
     def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         def parts() -> Iterable[tuple[int, Tensor, Tensor]]:
