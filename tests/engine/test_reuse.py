@@ -13,9 +13,9 @@ from tests import tiny
 from tests.engine.warm_waves import make_runtime, make_search
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.compile import compiled_programs
+from widebeam.engine.job import Job
 from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 from widebeam.engine.wave import Search
 from widebeam.kv.prefix import Prefix
 from widebeam.model.tokenizer import Tokenizer

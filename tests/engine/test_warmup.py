@@ -39,9 +39,10 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.index import CatalogIndex
 from widebeam.engine import warmup
 from widebeam.engine.compile import compiled_programs
+from widebeam.engine.job import Job
 from widebeam.engine.memory import least_sizes
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job, Load, WaveLimits
+from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.wave import Search
 from widebeam.errors import OutOfMemory
 from widebeam.kv.prefix import Prefix

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from widebeam.engine.scheduler import Job, Outcome, WaveLimits
+from widebeam.engine.job import Job, Outcome
+from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.search import PIECE, Between
 from widebeam.engine.wave import Search
 from widebeam.engine.worker import DEPTH, PASSING, Worker

@@ -16,8 +16,8 @@ import torch
 
 from tests.http.cases import Case
 from widebeam.engine.engine import Engine
+from widebeam.engine.job import Job, Outcome
 from widebeam.engine.request import SearchResult
-from widebeam.engine.scheduler import Job, Outcome
 
 
 async def leave(address: tuple[str, int], case: Case, rng: np.random.Generator) -> None:

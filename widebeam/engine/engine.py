@@ -27,6 +27,7 @@ from widebeam.constraints.filters import allowed_items
 from widebeam.engine.admission import Limits, admit, make_params
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
+from widebeam.engine.job import Job, Outcome
 from widebeam.engine.live_catalogs import LiveCatalogs
 from widebeam.engine.prompts import Prompts
 from widebeam.engine.ranks import Ranks, torchrun_place
@@ -34,7 +35,6 @@ from widebeam.engine.recommending import Recommending
 from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.results import no_result
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job, Outcome
 from widebeam.engine.spawn import Followers
 from widebeam.engine.staged_catalogs import StagedCatalogs
 from widebeam.engine.startup import check_division, choose_device, longest_context

@@ -25,12 +25,13 @@ from widebeam.engine.compile import (
 )
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Flight
+from widebeam.engine.job import Job, Outcome
 from widebeam.engine.kv_scales import choose_scales
 from widebeam.engine.leader import Leader
 from widebeam.engine.memory import PoolSizes, least_sizes, make_host_pages, measured_sizes, require_room_for_weights
 from widebeam.engine.ranks import Ranks
 from widebeam.engine.request import Normalizer
-from widebeam.engine.scheduler import Job, Outcome, WaveLimits
+from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.search import ALONE, Between, launch_wave
 from widebeam.engine.shapes import GROUP_TOKENS, request_rung, token_rung
 from widebeam.engine.startup import choose_device, choose_dtype, make_backend, spare_cublas_workspace

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from widebeam.engine.core import FATAL
+from widebeam.engine.job import LEVEL_RUNGS, Job, Outcome
 from widebeam.engine.reader import Deliver, Progress, Reader, Step
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import LEVEL_RUNGS, Job, Load, Outcome, Scheduler
+from widebeam.engine.scheduler import Load, Scheduler
 from widebeam.engine.search import Between
 from widebeam.engine.watchdog import Busy
 from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, StartupError
