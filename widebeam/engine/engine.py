@@ -24,10 +24,11 @@ from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.filter_spec import Filters
 from widebeam.constraints.filters import allowed_items
-from widebeam.engine.admission import Limits, admit, make_params
+from widebeam.engine.admission import admit, make_params
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
 from widebeam.engine.job import Job, Outcome
+from widebeam.engine.limits import Limits
 from widebeam.engine.live_catalogs import LiveCatalogs
 from widebeam.engine.prompts import Prompts
 from widebeam.engine.ranks import Ranks, torchrun_place
