@@ -40,7 +40,8 @@ from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.spawn import Followers
 from widebeam.engine.startup import choose_device
-from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
+from widebeam.engine.wave import Search, Wave
+from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.errors import OutOfMemory
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.plan.work import Shape

@@ -17,7 +17,8 @@ import numpy as np
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.limits import Limits
 from widebeam.engine.request import Normalizer, Sampling, SearchParams
-from widebeam.engine.wave import Search, bound_widths, join_factor
+from widebeam.engine.wave import Search
+from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.errors import InvalidRequest
 from widebeam.kv.prefix import Prefix
 from widebeam.policies import LevelPlan, level_plan
