@@ -53,7 +53,7 @@ class Ledger:
     @contextmanager
     def kept(self, engine: Engine) -> Iterator[Ledger]:
         """Write down what passes between the engine and its worker."""
-        submit, resolve = engine._worker.submit, engine._resolve
+        submit, resolve = engine._worker.submit, engine._waiting.resolve
 
         def submitted(job: Job) -> None:
             self.jobs.append(job)
@@ -66,11 +66,11 @@ class Ledger:
                     self.results[outcome.result.request_id] = outcome.result
             resolve(outcomes)
 
-        engine._worker.submit, engine._resolve = submitted, resolved  # type: ignore[method-assign]
+        engine._worker.submit, engine._waiting.resolve = submitted, resolved  # type: ignore[method-assign]
         try:
             yield self
         finally:
-            engine._worker.submit, engine._resolve = submit, resolve  # type: ignore[method-assign]
+            engine._worker.submit, engine._waiting.resolve = submit, resolve  # type: ignore[method-assign]
 
     @property
     def settled(self) -> bool:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from widebeam.config import EngineConfig
 from widebeam.engine.budgets import budget_limits, demand, flag
 from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.wave import Search
 from widebeam.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from widebeam.model.config import ModelConfig
+    from widebeam.model.tokenizer import Tokenizer
 
 _OVER_BUDGET = {
     "rows": ("beam_too_wide", "beam_width"),
@@ -30,6 +35,17 @@ class Limits:
     special_token_ids: tuple[int, ...]
     """The tokenizer's; empty without one."""
     wave: WaveLimits
+
+    @staticmethod
+    def of(
+        config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None, max_context_len: int, wave: WaveLimits
+    ) -> Limits:
+        """Those of a model. Tokens that its head does not have are left out."""
+        size = model.vocab_size
+        eos = {*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
+        reachable = frozenset(token for token in eos if 0 <= token < size)
+        special = tuple(token for token in tokenizer.special_token_ids if token < size) if tokenizer else ()
+        return Limits(config, size, max_context_len, reachable, special, wave)
 
     @functools.cached_property
     def budgets(self) -> dict[str, int]:
