@@ -179,7 +179,7 @@ def test_prompts_that_begin_alike(large_heads: tuple[Path, Catalog]) -> None:
             assert hits == cached
             assert_alike(run(eager, *lengths)[0], found, EPS)
         warm.check_integrity()
-        warm.flush_prefixes()
+        warm.prefixes.flush()
         assert made in (None, made_so_far(warm.device))
         made = made_so_far(warm.device)
     assert warm.fallbacks == 0

@@ -69,10 +69,10 @@ class Bench:
         def nothing(*_: Any) -> None:
             """There is no prefix cache, and no other rank."""
 
-        runtime: Any = SimpleNamespace(
-            limits=LIMITS, launch=self._launch, settle=nothing, look_up=nothing, move_pages=nothing, moves_pages=False,
-            note_prefill=nothing, close=nothing,
-        )  # fmt: skip
+        prefixes = SimpleNamespace(
+            settle=nothing, look_up=nothing, move_pages=nothing, moves_pages=False, note_prefill=nothing
+        )
+        runtime: Any = SimpleNamespace(limits=LIMITS, launch=self._launch, prefixes=prefixes, close=nothing)
         self.worker = Worker(lambda: runtime, self._deliver, self.dead.set)
         self.worker.start()
         self.worker.ready.result(20)

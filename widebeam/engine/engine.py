@@ -224,7 +224,7 @@ class Engine(Searching, Recommending, Blocking):
     async def flush_prefixes(self) -> None:
         """Nothing that was computed for prompts so far is used again. Waits for the wave that is launched."""
         self._check_ready()
-        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.flush_prefixes()))
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.prefixes.flush()))
 
     async def check_integrity(self) -> None:
         """Raises RuntimeError if anything leaks. Waits for the wave that runs."""

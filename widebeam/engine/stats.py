@@ -163,7 +163,7 @@ def engine_stats(waiting: Waiting, budgets: Budgets, worker: Worker, runtime: Ru
     in_use, refused, scheduler = budgets.in_use, budgets.refused, worker.scheduler
     queued, on_device = [job.search for job in list(waiting) if job.waiting], worker.on_device
     context, beams, catalogs = runtime.core.context, runtime.core.beams, runtime.core.catalogs
-    prefix, host = runtime.prefix_stats, runtime.host_stats
+    prefix, host = runtime.prefixes.stats, runtime.prefixes.host_stats
     return EngineStats(
         requests_in_flight=in_use["requests"],
         rows_in_flight=in_use["rows"],

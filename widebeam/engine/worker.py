@@ -144,13 +144,13 @@ class Worker:
                 log.exception("the engine could not start")
             ready.fail(error)
             return
-        self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]), runtime.look_up)
+        self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]), runtime.prefixes.look_up)
         reader = Reader(self._deliver, self._on_progress)
         ready.run(runtime)
         try:
             self._loop(runtime, self.scheduler, reader)
             reader.close()
-            runtime.settle()
+            runtime.prefixes.settle()
             with self._working():  # other ranks may hang
                 runtime.close()
             self._end = EngineDead("the engine has stopped")
@@ -215,10 +215,10 @@ class Worker:
     def _next_message(self, runtime: Runtime) -> Message:
         """Wait for the inbox. Meanwhile pages are copied, and once nothing has gone on for IDLE_S, what is left to
         capture is captured."""
-        while runtime.moves_pages:
+        while runtime.prefixes.moves_pages:
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=COPYING_S)
-            runtime.move_pages(self.scheduler.waiting)
+            runtime.prefixes.move_pages(self.scheduler.waiting)
         while not (self._flying or len(self.scheduler)):
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=IDLE_S)
@@ -295,8 +295,8 @@ class Worker:
         else:
             self._note(message)
             if message.prefill_s is not None:
-                runtime.note_prefill(message.jobs, message.prefill_s)
-        runtime.move_pages(self.scheduler.waiting)
+                runtime.prefixes.note_prefill(message.jobs, message.prefill_s)
+        runtime.prefixes.move_pages(self.scheduler.waiting)
 
     def _fail(self, jobs: list[Job], failure: RequestError) -> None:
         """Give up a wave that was not launched."""
