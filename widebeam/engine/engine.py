@@ -14,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from widebeam.config import EngineConfig, convert
-from widebeam.constraints.catalog import Catalog, catalog_files
-from widebeam.constraints.catalogs import Catalogs
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalogs import Catalogs, catalog_files
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
