@@ -27,8 +27,8 @@ from report import header, save, table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from widebeam.engine import search
+from widebeam.engine.job import Job
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 
 KINDS = {
     "collectives": r"nccl|c10d|gloo",

@@ -34,13 +34,14 @@ from report import header, save
 from widebeam.config import EngineConfig
 from widebeam.constraints.arena import device_bytes
 from widebeam.constraints.catalog import Catalog
+from widebeam.engine.job import Job
 from widebeam.engine.ranks import Ranks
 from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 from widebeam.engine.spawn import Followers
 from widebeam.engine.startup import choose_device
-from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
+from widebeam.engine.wave import Search, Wave
+from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.errors import OutOfMemory
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.plan.work import Shape

@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from widebeam.constraints.catalog import Catalog, rank_of
+from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.codebooks import Codebook
 from widebeam.constraints.header import Header
 from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.item_ids import ItemIds
 from widebeam.constraints.markers import Markers
+from widebeam.constraints.order import rank_of
 from widebeam.constraints.rows import ArrowColumns
 
 GROUPS = 100

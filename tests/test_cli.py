@@ -16,7 +16,7 @@ import pytest
 
 from widebeam.cli import main
 from widebeam.config import Config, EngineConfig, ServerConfig
-from widebeam.constraints.catalog import catalog_files
+from widebeam.constraints.catalogs import catalog_files
 from widebeam.errors import ConfigError
 from widebeam.settings import parse
 

@@ -30,16 +30,8 @@ from widebeam.engine.engine import Engine
 from widebeam.engine.request import MAX_TTL_S
 from widebeam.http import openai, sglang
 from widebeam.http.app import build_app
-from widebeam.http.protocol import (
-    MAX_CHANGES,
-    CatalogInfo,
-    PrefillRequest,
-    PutCatalog,
-    RecommendRequest,
-    RollBack,
-    UpdateItems,
-    UploadQuery,
-)
+from widebeam.http.catalog_protocol import MAX_CHANGES, CatalogInfo, PutCatalog, RollBack, UpdateItems, UploadQuery
+from widebeam.http.protocol import PrefillRequest, RecommendRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 API = (ROOT / "docs" / "api.md").read_text()

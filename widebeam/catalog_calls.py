@@ -7,7 +7,7 @@ from typing import IO, Any
 from urllib.parse import quote, urlencode
 
 from widebeam.errors import InvalidRequest
-from widebeam.http.protocol import CatalogInfo, CatalogList, UploadFormat
+from widebeam.http.catalog_protocol import CatalogInfo, CatalogList, UploadFormat
 from widebeam.transport import Data, Transport, encode
 
 

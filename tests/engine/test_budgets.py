@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from widebeam import Engine, EngineConfig, SearchParams
-from widebeam.engine.admission import Limits, admit
+from widebeam.engine.admission import admit
 from widebeam.engine.budgets import FIRST_WAIT_S, JITTER, LONGEST_WAIT_S, Budgets
+from widebeam.engine.limits import Limits
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.wave import Search
 from widebeam.errors import InvalidRequest, Overloaded

@@ -18,9 +18,9 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.index import CatalogIndex
 from widebeam.engine.compile import made_so_far
 from widebeam.engine.engine import Engine
+from widebeam.engine.job import Job
 from widebeam.engine.request import Sequence
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 from widebeam.engine.staging import PIECE
 from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
@@ -179,7 +179,7 @@ def test_prompts_that_begin_alike(large_heads: tuple[Path, Catalog]) -> None:
             assert hits == cached
             assert_alike(run(eager, *lengths)[0], found, EPS)
         warm.check_integrity()
-        warm.flush_prefixes()
+        warm.prefixes.flush()
         assert made in (None, made_so_far(warm.device))
         made = made_so_far(warm.device)
     assert warm.fallbacks == 0

@@ -21,10 +21,11 @@ from widebeam.constraints.filters import ItemMask
 from widebeam.engine import search as search_module
 from widebeam.engine.compile import EAGER, compiled_programs
 from widebeam.engine.core import Programs
+from widebeam.engine.job import Job
 from widebeam.engine.memory import PoolSizes
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
-from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
+from widebeam.engine.wave import Search, narrowed
+from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.policies import LevelPlan

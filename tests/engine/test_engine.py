@@ -173,7 +173,7 @@ async def test_aborting_waits_for_no_filter(
         assert go_on.wait(20)
         return allowed_items(catalog, filters)
 
-    monkeypatch.setattr("widebeam.engine.engine.allowed_items", slow)
+    monkeypatch.setattr("widebeam.engine.searching.allowed_items", slow)
     params = SearchParams(beam_width=4, request_id="slow", filters=Filters(allow=allow, deny=()))
     task = asyncio.create_task(engine.submit([5], params))
     try:

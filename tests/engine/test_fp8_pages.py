@@ -139,7 +139,7 @@ def test_every_cut_of_a_page(checkpoint: Path, kind: str) -> None:
     whole, away = prompt(3 * PAGE + 3), []
     (cold,) = run(warm, [make_search(whole, 6)])
     for known in range(PAGE, 2 * PAGE + 1):
-        warm.flush_prefixes()
+        warm.prefixes.flush()
         run(warm, [sharing(np.concatenate([whole[:known], (whole[known : known + 4] + 1) % 50]))])
         again = sharing(whole)
         (result,) = run(warm, [again])
@@ -228,7 +228,7 @@ def test_steps_over_float8_pages_trace_whole(checkpoint: Path) -> None:
     found = []
     for programs in (EAGER, traced):
         warm.core.programs = programs
-        warm.flush_prefixes()
+        warm.prefixes.flush()
         found.append([run(warm, [sharing(whole)])[0], run(warm, [sharing(whole)])[0]])
     for one, other in zip(*found, strict=True):
         assert [s.token_ids for s in one.sequences] == [s.token_ids for s in other.sequences]

@@ -43,15 +43,15 @@ def compare(checkpoint: Path, waves: int, **fields: Any) -> None:
         for user in users:
             histories[user] = np.append(histories[user], rng.integers(0, 50, 3))[:150].astype(np.int32)
         searches = [sharing(histories[user], salt=b"a" if user % 2 else b"b") for user in users]
-        warm.move_pages(searches)
+        warm.prefixes.move_pages(searches)
         assert_same(run(warm, searches), run(cold, [make_search(histories[user], 6) for user in users]))
         hits += sum(search.num_cached > 24 for search in searches)
         cached += sum(search.num_cached for search in searches)
         if wave == waves // 2:
-            warm.flush_prefixes(b"a")
-    warm.settle()
+            warm.prefixes.flush(b"a")
+    warm.prefixes.settle()
     warm.check_integrity()
-    stats, prefix = warm.host_stats, warm.prefix_stats
+    stats, prefix = warm.prefixes.host_stats, warm.prefixes.stats
     assert hits > waves and stats.restored > waves and stats.saved >= stats.pages > 64
     assert prefix.hit_tokens == cached and 0 < prefix.restored_tokens <= min(cached, stats.restored * PAGE)
     assert (stats.corrupt, stats.failed, stats.declined, stats.evicted) == (0, 0, 0, 0)
@@ -59,8 +59,8 @@ def compare(checkpoint: Path, waves: int, **fields: Any) -> None:
         count * stats.page_bytes for count in (stats.saved, stats.restored)
     )
     assert warm.core.context.page_bytes == stats.page_bytes and stats.prefill_tokens_per_s == 0
-    warm.flush_prefixes()
-    assert warm.host_stats.pages == 0 == warm.core.context.pages_used
+    warm.prefixes.flush()
+    assert warm.prefixes.host_stats.pages == 0 == warm.core.context.pages_used
 
 
 def test_more_users_than_fit(checkpoint: Path) -> None:
@@ -75,10 +75,10 @@ def test_float8_pages_come_back_as_they_were(checkpoint: Path) -> None:
     for seed in range(1, 9):
         run(runtime, [sharing(prompt(100, seed).astype(np.int32))])
     again = sharing(history)
-    runtime.move_pages([again])
-    assert runtime.host_stats.restored > 0
+    runtime.prefixes.move_pages([again])
+    assert runtime.prefixes.host_stats.restored > 0
     assert_same(run(runtime, [again]), on_device)
-    assert again.num_cached == 96 and runtime.host_stats.page_bytes == runtime.core.context.page_bytes
+    assert again.num_cached == 96 and runtime.prefixes.host_stats.page_bytes == runtime.core.context.page_bytes
 
 
 @pytest.mark.gpu
@@ -96,9 +96,9 @@ def test_a_wave_that_fails_saves_nothing(checkpoint: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="broken"):
         patched.setattr("widebeam.engine.search.selection", fail)
         run(runtime, [sharing(prompt(50))])
-    runtime.move_pages(())
+    runtime.prefixes.move_pages(())
     runtime.check_integrity()
-    assert runtime.host_stats.saved == 0 and not runtime.moves_pages
+    assert runtime.prefixes.host_stats.saved == 0 and not runtime.prefixes.moves_pages
 
 
 @pytest.mark.parametrize(

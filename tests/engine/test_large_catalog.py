@@ -25,7 +25,8 @@ from widebeam.constraints.filters import ItemMask
 from widebeam.constraints.trie import Masks
 from widebeam.engine.scoring import catalog_candidates
 from widebeam.engine.selection import rank
-from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
+from widebeam.engine.wave import Search, narrowed
+from widebeam.engine.widths import bound_widths, join_factor
 
 CODES, ITEMS = 8192, 1_000_000
 Sid = tuple[int, ...]

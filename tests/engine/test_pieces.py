@@ -11,9 +11,9 @@ import pytest
 
 from tests.engine.warm_waves import make_runtime, make_search
 from widebeam.constraints.catalog import Catalog
+from widebeam.engine.job import Job
 from widebeam.engine.request import Sampling, SearchResult
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 from widebeam.engine.search import ALONE, PIECE, Between
 from widebeam.engine.wave import Search
 from widebeam.model.tokenizer import Tokenizer

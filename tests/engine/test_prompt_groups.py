@@ -15,7 +15,7 @@ from tests.engine.warm_waves import make_runtime, make_search
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine import search as search_module
 from widebeam.engine.compile import compiled_programs
-from widebeam.engine.scheduler import Job
+from widebeam.engine.job import Job
 from widebeam.engine.search import prompt_groups
 from widebeam.model.tokenizer import Tokenizer
 

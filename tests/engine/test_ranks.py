@@ -19,10 +19,10 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
 from widebeam.engine.compile import EAGER
 from widebeam.engine.engine import Engine
+from widebeam.engine.job import Job
 from widebeam.engine.ranks import Place, Ranks, torchrun_place
 from widebeam.engine.request import Sampling, SearchResult
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 from widebeam.engine.scoring import catalog_candidates, vocabulary_candidates
 from widebeam.engine.search import ALONE, Between
 from widebeam.engine.spawn import Followers

@@ -13,9 +13,9 @@ from tests import tiny
 from tests.engine.warm_waves import make_runtime, make_search
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.compile import compiled_programs
+from widebeam.engine.job import Job
 from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 from widebeam.engine.wave import Search
 from widebeam.kv.prefix import Prefix
 from widebeam.model.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def test_every_cut(warm: Runtime, cold: Runtime) -> None:
     whole = prompt(5 * PAGE + 3)
     wanted = run(cold, [make_search(whole, 6)])
     for known in range(1, len(whole) + 1):
-        warm.flush_prefixes()
+        warm.prefixes.flush()
         run(warm, [sharing(np.concatenate([whole[:known], prompt(4, seed=known)]))])
         again = sharing(whole)
         assert_same(run(warm, [again]), wanted)
@@ -100,7 +100,7 @@ def test_salts_share_nothing(warm: Runtime) -> None:
     run(warm, [other])
     run(warm, [same])
     assert (other.num_cached, same.num_cached) == (0, 48)
-    warm.flush_prefixes(b"one")
+    warm.prefixes.flush(b"one")
     one, two = sharing(whole, salt=b"one"), sharing(whole, salt=b"two")
     run(warm, [one, two])
     assert (one.num_cached, two.num_cached) == (0, 48)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from widebeam.constraints.filters import ItemMask
-from widebeam.engine.scheduler import CLEAN_WAVES, Job, Load, Outcome, Scheduler, WaveLimits
+from widebeam.engine.job import Job, Outcome
+from widebeam.engine.scheduler import CLEAN_WAVES, Load, Scheduler, WaveLimits
 from widebeam.engine.shapes import LEAST_ROWS, rung, token_rung
 from widebeam.engine.wave import Search
 from widebeam.errors import DeadlineExceeded

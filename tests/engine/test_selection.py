@@ -21,7 +21,8 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
 from widebeam.engine import vocabulary
 from widebeam.engine.selection import compact
-from widebeam.engine.wave import Search, bound_widths, join_factor, narrowed
+from widebeam.engine.wave import Search, narrowed
+from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.policies import LevelPlan
 
 VOCAB = 12

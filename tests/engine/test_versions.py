@@ -19,9 +19,9 @@ from widebeam.constraints.arena import MASK_BYTES, NODE_BYTES, num_places
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filter_spec import Filters
 from widebeam.constraints.filters import ItemMask
+from widebeam.engine.job import Job
 from widebeam.engine.request import SearchParams, SearchResult
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 from widebeam.engine.search import ALONE, Between
 from widebeam.engine.wave import Search, narrowed
 from widebeam.errors import CatalogError

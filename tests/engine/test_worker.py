@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from widebeam.engine.scheduler import Job, Outcome, WaveLimits
+from widebeam.engine.job import Job, Outcome
+from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.search import PIECE, Between
 from widebeam.engine.wave import Search
 from widebeam.engine.worker import DEPTH, PASSING, Worker
@@ -68,10 +69,10 @@ class Bench:
         def nothing(*_: Any) -> None:
             """There is no prefix cache, and no other rank."""
 
-        runtime: Any = SimpleNamespace(
-            limits=LIMITS, launch=self._launch, settle=nothing, look_up=nothing, move_pages=nothing, moves_pages=False,
-            note_prefill=nothing, close=nothing,
-        )  # fmt: skip
+        prefixes = SimpleNamespace(
+            settle=nothing, look_up=nothing, move_pages=nothing, moves_pages=False, note_prefill=nothing
+        )
+        runtime: Any = SimpleNamespace(limits=LIMITS, launch=self._launch, prefixes=prefixes, close=nothing)
         self.worker = Worker(lambda: runtime, self._deliver, self.dead.set)
         self.worker.start()
         self.worker.ready.result(20)

@@ -12,11 +12,13 @@ import torch
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.compile import Made
+from widebeam.engine.job import Job
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job, Load, WaveLimits
+from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.search import prompt_groups
 from widebeam.engine.shapes import COMMON_TOKENS, token_rung
-from widebeam.engine.wave import Search, Wave, bound_widths, join_factor
+from widebeam.engine.wave import Search, Wave
+from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.model.config import load_model_config
 
 Integers = Callable[[int, int], int]

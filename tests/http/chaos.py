@@ -16,8 +16,8 @@ import torch
 
 from tests.http.cases import Case
 from widebeam.engine.engine import Engine
+from widebeam.engine.job import Job, Outcome
 from widebeam.engine.request import SearchResult
-from widebeam.engine.scheduler import Job, Outcome
 
 
 async def leave(address: tuple[str, int], case: Case, rng: np.random.Generator) -> None:
@@ -53,7 +53,7 @@ class Ledger:
     @contextmanager
     def kept(self, engine: Engine) -> Iterator[Ledger]:
         """Write down what passes between the engine and its worker."""
-        submit, resolve = engine._worker.submit, engine._resolve
+        submit, resolve = engine._worker.submit, engine._waiting.resolve
 
         def submitted(job: Job) -> None:
             self.jobs.append(job)
@@ -66,11 +66,11 @@ class Ledger:
                     self.results[outcome.result.request_id] = outcome.result
             resolve(outcomes)
 
-        engine._worker.submit, engine._resolve = submitted, resolved  # type: ignore[method-assign]
+        engine._worker.submit, engine._waiting.resolve = submitted, resolved  # type: ignore[method-assign]
         try:
             yield self
         finally:
-            engine._worker.submit, engine._resolve = submit, resolve  # type: ignore[method-assign]
+            engine._worker.submit, engine._waiting.resolve = submit, resolve  # type: ignore[method-assign]
 
     @property
     def settled(self) -> bool:

@@ -142,7 +142,7 @@ async def test_shared_prefixes_harm_nobody(busy: Service, quiet: Service, catalo
     await compare(quiet, unharmed, {case.name: answers[case.name].json for case in unharmed})
 
     await on_loop(busy, engine.flush_prefixes())
-    await until(lambda: not engine._runtime.moves_pages)
+    await until(lambda: not engine._runtime.prefixes.moves_pages)
     context = engine._runtime.core.context
     assert (
         engine.stats().prefix_cached_pages == engine.stats().prefix_host_pages == 0

@@ -37,7 +37,7 @@ def tiered(shared_tiered: Service) -> Iterator[Service]:
 
 def saved(service: Service) -> None:
     """What was computed has reached the host."""
-    wait_until(lambda: not service.engine._runtime.moves_pages)
+    wait_until(lambda: not service.engine._runtime.prefixes.moves_pages)
 
 
 def push_out(service: Service) -> None:

@@ -23,7 +23,7 @@ import torch
 from tests.http.service import Service, running_service, until, wait_until
 from widebeam.config import Config, EngineConfig, ServerConfig
 from widebeam.engine import engine as engine_module
-from widebeam.engine import scheduler as scheduler_module
+from widebeam.engine import job as job_module
 from widebeam.errors import CheckpointError, ConfigError
 from widebeam.http.server import BROKEN, Server, serve
 
@@ -128,7 +128,7 @@ def test_a_higher_priority_goes_first_in_every_dialect(checkpoint: Path, catalog
         patch.setattr(service.engine._runtime, "launch", noted)
         scheduler = service.engine._worker.scheduler
         patch.setattr(scheduler, "_limits", replace(scheduler._limits, requests=1))
-        patch.setattr(scheduler_module, "LEAST_PATIENCE_S", math.inf)  # first waves are slow: nobody ages meanwhile
+        patch.setattr(job_module, "LEAST_PATIENCE_S", math.inf)  # first waves are slow: nobody ages meanwhile
         with service.held():
             posts = []
             for priority in (-7, None, 9):

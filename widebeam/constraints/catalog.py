@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from widebeam.constraints import formats
 from widebeam.constraints.codebooks import Codebook, Vocabulary, encode_sids, sid_form
@@ -21,11 +20,11 @@ from widebeam.constraints.header import Header, HeaderMismatch, SidForm, base_na
 from widebeam.constraints.index import CatalogIndex, sort_order
 from widebeam.constraints.item_ids import ItemIds
 from widebeam.constraints.markers import Markers, without_markers
-from widebeam.constraints.object_store import file_name
+from widebeam.constraints.order import declared_order, rank_of
 from widebeam.constraints.rows import Metadata, Problems, Rows
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import CatalogError, ConfigError, InvalidRequest
+from widebeam.errors import CatalogError, InvalidRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,23 +226,6 @@ class Catalog:
         return [code for code in self._codes[:, row].tolist() if code >= 0]
 
 
-def catalog_files(given: str | Sequence[str] | None) -> dict[str, str]:
-    """Files by the names of their catalogs, of the setting: each FILE or NAME=FILE. Raises ConfigError."""
-    files: dict[str, str] = {}
-    for text in [given] if isinstance(given, str) else given or ():
-        name, equals, file = text.partition("=")
-        if not equals or "/" in name:
-            name, file = base_name(Path(file_name(text))), text
-        if not name or not file:
-            raise ConfigError(f"--catalog {text!r} must be FILE or NAME=FILE")
-        if name in files:
-            raise ConfigError(
-                f"--catalog: {files[name]} and {file} would both be named {name!r}; give names by NAME=FILE"
-            )
-        files[name] = file
-    return files
-
-
 def _check_unique(rows: Rows, problems: Problems) -> None:
     for row, earlier in rows.ids.duplicates():
         text = f"{rows.where(row)}: item {rows.ids[row]!r} is there twice, first at {rows.where(earlier)}"
@@ -261,29 +243,6 @@ def _check_columns(header: Header, columns: tuple[str, ...]) -> None:
         if column not in columns:
             known = ", ".join(columns) or "none"
             raise HeaderMismatch(f"{place}: no metadata column {column!r}{hint(column, columns)}; there are: {known}")
-
-
-def rank_of(order: np.ndarray, file_rows: int) -> np.ndarray:
-    """int32 [file rows]; the place of each in `order`, -1 for those that are not there."""
-    rank = np.full(file_rows, -1, np.int32)
-    rank[order] = np.arange(order.size, dtype=np.int32)
-    return rank
-
-
-def declared_order(header: Header, column: Callable[[str], pa.ChunkedArray]) -> np.ndarray | None:
-    """int64 [rows]; the rows of a column sorted as the header declares it, or None for the order that they have.
-
-    Raises HeaderMismatch.
-    """
-    if header.order is None:
-        return None
-    direction = "descending" if header.order.descending else "ascending"
-    try:
-        values = column(header.order.column)
-        order = pc.array_sort_indices(values, order=direction, null_placement="at_end")
-    except pa.ArrowException as error:
-        raise HeaderMismatch(f"order.column: cannot sort by {header.order.column!r}: {error}") from None
-    return order.to_numpy().astype(np.int64)
 
 
 def hint(name: str, known: Sequence[str] | dict[str, Any]) -> str:

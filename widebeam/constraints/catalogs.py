@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from widebeam.constraints.catalog import Catalog, hint
+from widebeam.constraints.header import base_name
+from widebeam.constraints.object_store import file_name
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import CatalogVersionNotReady, Conflict, InvalidRequest, NotFound
+from widebeam.errors import CatalogVersionNotReady, ConfigError, Conflict, InvalidRequest, NotFound
 
 _LOOK_AGAIN_S = 1.0
 """When a version that others have may be here too."""
@@ -118,3 +122,20 @@ class Catalogs:
                 param="catalog",
             )
         return self._current[name]
+
+
+def catalog_files(given: str | Sequence[str] | None) -> dict[str, str]:
+    """Files by the names of their catalogs, of the setting: each FILE or NAME=FILE. Raises ConfigError."""
+    files: dict[str, str] = {}
+    for text in [given] if isinstance(given, str) else given or ():
+        name, equals, file = text.partition("=")
+        if not equals or "/" in name:
+            name, file = base_name(Path(file_name(text))), text
+        if not name or not file:
+            raise ConfigError(f"--catalog {text!r} must be FILE or NAME=FILE")
+        if name in files:
+            raise ConfigError(
+                f"--catalog: {files[name]} and {file} would both be named {name!r}; give names by NAME=FILE"
+            )
+        files[name] = file
+    return files

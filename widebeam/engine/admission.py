@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import re
@@ -10,19 +9,16 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
-from widebeam.engine.budgets import budget_limits, demand, flag
+from widebeam.engine.limits import Limits
 from widebeam.engine.request import Normalizer, Sampling, SearchParams
-from widebeam.engine.scheduler import WaveLimits
-from widebeam.engine.shapes import rung
-from widebeam.engine.wave import Search, bound_widths, join_factor
+from widebeam.engine.wave import Search
+from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.errors import InvalidRequest
 from widebeam.kv.prefix import Prefix
 from widebeam.policies import LevelPlan, level_plan
@@ -31,24 +27,6 @@ DEFAULT_NEW_TOKENS = 128
 """Levels of a search that names none and has no catalog: SGLang's default."""
 MAX_LIKELY = 1 << 21
 """Likely tokens of one answer, over all sequences and levels."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What this engine can run at all."""
-
-    config: EngineConfig
-    vocab_size: int
-    max_context_len: int
-    eos_token_ids: frozenset[int]
-    special_token_ids: tuple[int, ...]
-    """The tokenizer's; empty without one."""
-    wave: WaveLimits
-
-    @functools.cached_property
-    def budgets(self) -> dict[str, int]:
-        """What may wait and run together."""
-        return budget_limits(self.config, self.wave, self.max_context_len)
 
 
 def make_params(fields: dict[str, Any]) -> SearchParams:
@@ -123,8 +101,7 @@ def admit(
         prefix=_prefix(tokens, params, limits),
         keep_until=None if params.ttl_s is None else time.monotonic() + params.ttl_s,
     )
-    _check_memory(search, limits.wave)
-    _check_budgets(search, limits.budgets)
+    limits.check(search)
     return search, warnings + more
 
 
@@ -275,42 +252,3 @@ def _special(params: SearchParams, catalog: Catalog | None, limits: Limits) -> t
     if not limits.special_token_ids:
         raise InvalidRequest("the model's special tokens are not known", param="suppress_special_tokens")
     return limits.special_token_ids, []
-
-
-def _check_memory(search: Search, wave: WaveLimits) -> None:
-    """Refuse what could never run, naming the flag that would let it."""
-    pages = wave.pages_for(search.num_tokens)
-    if pages > wave.context_pages:
-        raise InvalidRequest(
-            f"the prompt needs {pages} KV pages, but the pool has {wave.context_pages} (--max-total-tokens)",
-            code="context_too_long",
-            param="input_ids",
-        )
-    slots = rung(search.beam_rows, wave.rows) * (search.levels - 1)
-    if slots > wave.beam_slots:
-        raise InvalidRequest(
-            f"{search.levels} levels of {search.beam_rows} rows need {slots} beam KV tokens, but the pool has "
-            f"{wave.beam_slots} (--beam-kv-tokens)",
-            code="search_too_large",
-            param="max_new_tokens",
-        )
-
-
-_OVER_BUDGET = {
-    "rows": ("beam_too_wide", "beam_width"),
-    "row_levels": ("search_too_large", "max_new_tokens"),
-    "tokens": ("context_too_long", "input_ids"),
-}
-"""Code and field of a search that is over a budget by itself."""
-
-
-def _check_budgets(search: Search, budgets: dict[str, int]) -> None:
-    """Refuse what would never be accepted, however idle the engine is."""
-    needed = demand(search)
-    for budget, (code, param) in _OVER_BUDGET.items():
-        if needed[budget] > budgets[budget]:
-            raise InvalidRequest(
-                f"the search needs {needed[budget]} {budget}, over the limit of {budgets[budget]} ({flag(budget)})",
-                code=code,
-                param=param,
-            )

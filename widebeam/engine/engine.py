@@ -1,60 +1,40 @@
-"""The engine as servers and notebooks use it: start, submit, drain, stop. Knows nothing of HTTP.
+"""The engine as servers and notebooks use it: how it starts, drains and ends. Knows nothing of HTTP.
 
 Lives on one asyncio event loop; the device belongs to the worker's thread. Admission, cancellation and deadlines are
-decided here, without touching the device.
+decided on the loop, without touching the device.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-import time
-from collections import Counter
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from widebeam.config import EngineConfig, convert
-from widebeam.constraints.catalog import Catalog, catalog_files
-from widebeam.constraints.catalogs import Catalogs
+from widebeam.constraints.catalog import Catalog
+from widebeam.constraints.catalogs import Catalogs, catalog_files
 from widebeam.constraints.codebooks import Vocabulary
-from widebeam.constraints.filter_spec import Filters
-from widebeam.constraints.filters import allowed_items
-from widebeam.engine.admission import Limits, admit, make_params
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
+from widebeam.engine.job import Outcome
+from widebeam.engine.limits import Limits
 from widebeam.engine.live_catalogs import LiveCatalogs
 from widebeam.engine.prompts import Prompts
 from widebeam.engine.ranks import Ranks, torchrun_place
 from widebeam.engine.recommending import Recommending
-from widebeam.engine.request import SearchParams, SearchResult
-from widebeam.engine.results import no_result
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job, Outcome
+from widebeam.engine.searching import Searching
 from widebeam.engine.spawn import Followers
 from widebeam.engine.staged_catalogs import StagedCatalogs
 from widebeam.engine.startup import check_division, choose_device, longest_context
-from widebeam.engine.stats import OUTCOMES, EngineStats, engine_stats
+from widebeam.engine.stats import EngineStats, engine_stats
+from widebeam.engine.waiting import Waiting
 from widebeam.engine.watchdog import Watchdog
-from widebeam.engine.wave import Search, narrowed
 from widebeam.engine.worker import Worker
-from widebeam.errors import (
-    Aborted,
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    Draining,
-    EngineDead,
-    EngineError,
-    InvalidRequest,
-    NotReady,
-    RequestError,
-    StartupError,
-)
+from widebeam.errors import ConfigError, Draining, EngineDead, EngineError, NotReady, RequestError, StartupError
 from widebeam.kv.eviction import EVICTION
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.model.tokenizer import Tokenizer
@@ -64,7 +44,7 @@ from widebeam.policies import POLICIES
 State = Literal["starting", "ready", "draining", "stopped", "dead"]
 
 
-class Engine(Recommending, Blocking):
+class Engine(Searching, Recommending, Blocking):
     """A model, its catalogs and a queue of searches.
 
     `Engine("path/to/model", catalog="items.parquet")`, or an EngineConfig. Use it as an asynchronous context manager,
@@ -92,9 +72,7 @@ class Engine(Recommending, Blocking):
         self._runtime: Runtime
         self._followers: Followers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[Job, asyncio.Future[SearchResult]] = {}
-        self._done = 0
-        self._ended = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._waiting = Waiting()
 
     # Life cycle
 
@@ -108,11 +86,7 @@ class Engine(Recommending, Blocking):
                 await asyncio.to_thread(registry.discover)
             self._check_eviction()
             folder = await asyncio.to_thread(self._read_checkpoint)
-            self._worker = Worker(
-                lambda: self._build(folder),
-                self._deliver,
-                self._on_death,
-            )
+            self._worker = Worker(lambda: self._build(folder), self._deliver, self._on_death)
             if self.config.tensor_parallel_size > 1 and torchrun_place(self.config) is None:
                 self._followers = Followers(self.config, folder, self._worker.give_up)
                 await asyncio.to_thread(self._followers.start)
@@ -120,15 +94,11 @@ class Engine(Recommending, Blocking):
             self._watchdog = Watchdog(lambda: self._worker.busy, self.config.hang_timeout_s, self._worker.give_up)
             self._watchdog.start()
             self._runtime = await self._when_ready()
-            vocab_size = self.model_config.vocab_size
-            eos = {*self.model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
-            reachable = frozenset(token for token in eos if 0 <= token < vocab_size)
-            special = tuple(t for t in self.tokenizer.special_token_ids if t < vocab_size) if self.tokenizer else ()
-            self._limits = Limits(
-                self.config, vocab_size, self.max_context_len, reachable, special, self._runtime.limits
+            self._limits = Limits.of(
+                self.config, self.model_config, self.tokenizer, self.max_context_len, self._runtime.limits
             )
             self._budgets = Budgets(self._limits.budgets)
-            vocabulary = Vocabulary(self.tokenizer.token_id if self.tokenizer else None, vocab_size)
+            vocabulary = Vocabulary(self.tokenizer.token_id if self.tokenizer else None, self._limits.vocab_size)
             deepest = min(self.config.max_levels, self.max_context_len - 1)
             self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._make_searchable)
             self.staged = StagedCatalogs(self.catalogs, self.live)
@@ -221,105 +191,6 @@ class Engine(Recommending, Blocking):
     ) -> None:
         await self.stop()
 
-    # Searching
-
-    async def submit(
-        self, token_ids: Seq[int] | np.ndarray, params: SearchParams, *, catalog: Catalog | None = None
-    ) -> SearchResult:
-        """Search. Cancelling the awaiting task cancels the request. Raises RequestError.
-
-        `catalog`: the version to search, for a caller that has used it already; None: the current one by its name.
-        """
-        self._check_ready()
-        loop, now = asyncio.get_running_loop(), time.monotonic()
-        if loop is not self._loop:
-            raise RuntimeError("submit must run on the event loop that started the engine")
-        search, warnings = self._admit(token_ids, params, catalog)
-        filters = params.filters
-        self._budgets.take(search, now)
-        timeout = params.timeout_ms / 1e3 if params.timeout_ms else None
-        job = Job(search, now, now + timeout if timeout else None, warnings, priority=params.priority)
-        future = self._waiting[job] = loop.create_future()
-        outcome = Cancelled.code
-        try:
-            async with asyncio.timeout(timeout):
-                if filters is None or await self._narrow(job, filters, future):
-                    self._worker.submit(job)
-                    result = await future
-                else:
-                    result = no_result(search, warnings, (time.monotonic() - now) * 1e3)
-            outcome = "ok"
-            return result
-        except RequestError as error:
-            outcome = type(error).code
-            raise
-        except TimeoutError:
-            outcome = DeadlineExceeded.code
-            raise DeadlineExceeded(f"no result within {params.timeout_ms} ms", param="timeout_ms") from None
-        finally:
-            self._ended[outcome] += 1
-            job.cancelled = True
-            del self._waiting[job]
-            self._budgets.give_back(search, time.monotonic())
-
-    def _admit(
-        self, token_ids: Seq[int] | np.ndarray, params: SearchParams, catalog: Catalog | None
-    ) -> tuple[Search, list[str]]:
-        """A checked search, filters left aside, and warnings."""
-        filters, plain = params.filters, msgspec.structs.replace(params, filters=None)
-        plain = make_params(msgspec.to_builtins(plain))  # the constructor of a struct checks nothing
-        catalog = catalog or self.catalogs.get(plain.catalog, plain.min_catalog_version)
-        if filters is not None and catalog is None:
-            raise InvalidRequest("filters need a catalog", param="filters")
-        return admit(token_ids, plain, catalog, self._limits)
-
-    async def check(self, token_ids: Seq[int], params: SearchParams, *, catalog: Catalog | None = None) -> bool:
-        """Raise what `submit` would refuse, without searching. Whether the filters leave anything to be found."""
-        self._check_ready()
-        search, _ = self._admit(token_ids, params, catalog)
-        if params.filters is None or search.catalog is None:
-            return True
-        self._budgets.take(search, time.monotonic())  # as for `submit`: a condition may read a whole column
-        try:
-            mask, _ = await asyncio.to_thread(allowed_items, search.catalog, params.filters)
-        finally:
-            self._budgets.give_back(search, time.monotonic())
-        return mask.num_allowed > 0
-
-    async def _narrow(self, job: Job, filters: Filters, future: asyncio.Future[SearchResult]) -> bool:
-        """Keep a search to the items that filters allow, which are found off the event loop; whether there are any.
-
-        Raises what `future` gets meanwhile, at once: the search was aborted, or the engine died.
-        """
-        search = job.search
-        assert search.catalog is not None
-        finding = asyncio.create_task(asyncio.to_thread(allowed_items, search.catalog, filters))
-        try:
-            await asyncio.wait((finding, future), return_when=asyncio.FIRST_COMPLETED)
-            if future.done():
-                future.result()
-        finally:
-            finding.cancel()
-        mask, warnings = finding.result()
-        job.warnings += warnings
-        job.search = narrowed(search, mask)
-        return mask.num_allowed > 0
-
-    def abort(self, request_id: str | None) -> int:
-        """End the searches of this id and those of its batch, `ID_0`, `ID_1`, ..; None: all. Returns how many.
-
-        Their callers get Aborted at once, and what they took of the budgets is free. A search that waits never runs;
-        one that runs goes to the end of its wave or piece, and its result is dropped.
-        """
-        names = re.compile(".*" if request_id is None else rf"{re.escape(request_id)}(_\d+)?", re.DOTALL)
-        aborted = 0
-        for job, future in self._waiting.items():
-            if not future.done() and names.fullmatch(job.search.request_id):
-                job.cancelled = True
-                future.set_exception(Aborted("the request was aborted"))
-                aborted += 1
-        return aborted
-
     # Text
 
     @property
@@ -343,8 +214,7 @@ class Engine(Recommending, Blocking):
 
     def stats(self) -> EngineStats:
         """Numbers of this moment. Cheap; may be called while waves run."""
-        waiting = [job.search for job in list(self._waiting) if job.waiting]
-        return engine_stats(waiting, self._done, self._ended, self._budgets, self._worker, self._runtime)
+        return engine_stats(self._waiting, self._budgets, self._worker, self._runtime)
 
     @property
     def info(self) -> dict[str, str]:
@@ -354,7 +224,7 @@ class Engine(Recommending, Blocking):
     async def flush_prefixes(self) -> None:
         """Nothing that was computed for prompts so far is used again. Waits for the wave that is launched."""
         self._check_ready()
-        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.flush_prefixes()))
+        await asyncio.wrap_future(self._worker.call(lambda runtime: runtime.prefixes.flush()))
 
     async def check_integrity(self) -> None:
         """Raises RuntimeError if anything leaks. Waits for the wave that runs."""
@@ -374,18 +244,7 @@ class Engine(Recommending, Blocking):
     def _deliver(self, outcomes: list[Outcome]) -> None:
         """Called on the GPU thread: one wake-up of the loop for a whole wave."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._resolve, outcomes)
-
-    def _resolve(self, outcomes: list[Outcome]) -> None:
-        for outcome in outcomes:
-            future = self._waiting.get(outcome.job)
-            if future is None or future.done():
-                continue
-            self._done += 1
-            if isinstance(outcome.result, RequestError):
-                future.set_exception(outcome.result)
-            else:
-                future.set_result(outcome.result)
+            self._loop.call_soon_threadsafe(self._waiting.resolve, outcomes)
 
     def _on_death(self) -> None:
         """Called on any thread."""
@@ -394,7 +253,5 @@ class Engine(Recommending, Blocking):
             self._loop.call_soon_threadsafe(self._answer_everybody)
 
     def _answer_everybody(self) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(EngineDead("the GPU thread died"))
+        self._waiting.answer_dead()
         self.died.set()

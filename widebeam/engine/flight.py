@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from widebeam.engine.job import Job, Outcome
 from widebeam.engine.request import LevelBeams, SearchResult, Sequence, Timing
-from widebeam.engine.scheduler import Job, Outcome
 from widebeam.engine.staging import HostCopy
 from widebeam.engine.state import REASONS
 from widebeam.engine.trace import TraceCopy

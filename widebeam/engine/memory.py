@@ -15,7 +15,9 @@ from collections.abc import Callable
 import torch
 
 from widebeam.config import EngineConfig
+from widebeam.constraints.arena import CatalogArena, MaskPool
 from widebeam.engine.pool_sizes import PoolSizes, least_sizes
+from widebeam.engine.startup import Ground
 from widebeam.errors import ConfigError
 from widebeam.kv.copies import PageCopies
 from widebeam.model.config import ModelConfig
@@ -23,37 +25,21 @@ from widebeam.model.config import ModelConfig
 log = logging.getLogger(__name__)
 
 
-def require_room_for_weights(size: int, device: torch.device, utilization: float) -> None:
-    """Raises ConfigError, before anything is read, if so many bytes do not fit on the GPU."""
-    if device.type != "cuda":
-        return
-    free, total = torch.cuda.mem_get_info(device)
-    room = min(free, int(total * utilization))
-    if size > room:
-        raise ConfigError(
-            f"the weights take {size / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB of {device} may be used: "
-            f"{(size - room) / 2**30:.1f} GiB are missing. Choose another --device, raise --gpu-memory-utilization, or "
-            f"halve the projections by --quantization fp8"
-        )
-
-
 def measured_sizes(
     config: EngineConfig,
     model: ModelConfig,
     max_context_len: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    device: torch.device,
+    ground: Ground,
     largest_waves: Callable[[PoolSizes], None],
     graphs: bool,
 ) -> PoolSizes:
     """Run `largest_waves` on the least pools, then give the context pool what memory is left. Raises ConfigError.
 
-    `kv_dtype` is that of context pages. With `graphs` the work space counts twice: what they captured is theirs alone.
+    With `graphs` the work space counts twice: what they captured is theirs alone.
     """
-    least = least_sizes(config, max_context_len)
-    page_bytes = model.kv_elements_per_token * kv_dtype.itemsize * config.page_size
-    beam_bytes = model.kv_elements_per_token * dtype.itemsize * least.beam_slots
+    least, device = least_sizes(config, max_context_len), ground.device
+    page_bytes = model.kv_elements_per_token * ground.kv_dtype.itemsize * config.page_size
+    beam_bytes = model.kv_elements_per_token * ground.dtype.itemsize * least.beam_slots
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)
@@ -87,6 +73,20 @@ def measured_sizes(
         base / 2**30, work_bytes / 2**30, beam_bytes / 2**30, pages * page_bytes / 2**30, pages * config.page_size,
     )  # fmt: skip
     return PoolSizes(pages, least.beam_slots)
+
+
+def make_rooms(config: EngineConfig, device: torch.device) -> tuple[CatalogArena, MaskPool]:
+    """Those of catalogs and masks: taken before the KV pools, which get what is left. Raises ConfigError."""
+    try:
+        return (
+            CatalogArena(int(config.catalog_memory_gib * 2**30), device),
+            MaskPool(int(config.filter_memory_gib * 2**30), device),
+        )
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the GPU has no room beside the weights for --catalog-memory-gib {config.catalog_memory_gib:g} and "
+            f"--filter-memory-gib {config.filter_memory_gib:g}: lower them"
+        ) from None
 
 
 def make_host_pages(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from widebeam.engine.flight import Flight
-from widebeam.engine.scheduler import Job, Outcome
+from widebeam.engine.job import Job, Outcome
 from widebeam.errors import EngineError
 
 log = logging.getLogger(__name__)

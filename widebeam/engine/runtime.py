@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,40 +13,36 @@ import msgspec
 import torch
 
 from widebeam.config import EngineConfig
-from widebeam.constraints.arena import CatalogArena, MaskPool
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine import warmup
 from widebeam.engine.captures import Captures
-from widebeam.engine.compile import (
-    EAGER,
-    compiled_programs,
-    graphed,
-    tuned,
-)
+from widebeam.engine.compile import EAGER, compiled_programs, graphed, tuned
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Flight
+from widebeam.engine.job import Job, Outcome
 from widebeam.engine.kv_scales import choose_scales
 from widebeam.engine.leader import Leader
-from widebeam.engine.memory import PoolSizes, least_sizes, make_host_pages, measured_sizes, require_room_for_weights
+from widebeam.engine.leases import acquire, release
+from widebeam.engine.memory import make_host_pages, make_rooms, measured_sizes
+from widebeam.engine.pool_sizes import PoolSizes, least_sizes
+from widebeam.engine.prefixes import Prefixes
 from widebeam.engine.ranks import Ranks
 from widebeam.engine.request import Normalizer
-from widebeam.engine.scheduler import Job, Outcome, WaveLimits
+from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.search import ALONE, Between, launch_wave
 from widebeam.engine.shapes import GROUP_TOKENS, request_rung, token_rung
-from widebeam.engine.startup import choose_device, choose_dtype, make_backend, spare_cublas_workspace
+from widebeam.engine.startup import choose_ground
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import ConfigError, OutOfMemory
 from widebeam.kv.beam import BeamKV
 from widebeam.kv.context import ContextKV
 from widebeam.kv.host import HostTier
-from widebeam.kv.prefix_cache import PrefixCache, PrefixStats
-from widebeam.kv.rates import HostStats
+from widebeam.kv.prefix_cache import PrefixCache
 from widebeam.model.attention import Plans
 from widebeam.model.config import ModelConfig
-from widebeam.model.fp8 import kv_dtype, wants_fp8
 from widebeam.model.parallel import WHOLE
-from widebeam.model.weights import fingerprint, load_model, weight_bytes
+from widebeam.model.weights import fingerprint, load_model
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +62,6 @@ class Runtime:
         shard = WHOLE if ranks is None else ranks.shard
         self._leader = Leader(ranks) if ranks is not None and shard.rank == 0 else None
         self.config = config
-        self.device = choose_device(config.device, shard.rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            spare_cublas_workspace(self.device)
-        self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
         model_config = self._model_config = shard.config(model_config)
         self._max_context_len = max_context_len
         if config.max_wave_rows < config.max_beam_width:
@@ -78,20 +69,9 @@ class Runtime:
                 f"--max-wave-rows {config.max_wave_rows} is less than --max-beam-width {config.max_beam_width}"
             )
         started = time.perf_counter()
-        fp8 = wants_fp8(config.quantization, model_config, self.dtype, self.device)
-        self._kv_dtype = kv_dtype(
-            config.kv_cache_dtype, config.attention_backend, model_config, self.dtype, self.device
-        )
-        needed = weight_bytes(model_config, self.dtype, fp8=fp8)
-        require_room_for_weights(needed, self.device, config.gpu_memory_utilization)
-        pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
-        backend, self._fallbacks = make_backend(config, model_config, pages, self.dtype, self.device, self._kv_dtype)
-        self.info = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
-            "backend": backend.name,
-            "quantization": "fp8" if fp8 else "none",
-        }
+        ground = choose_ground(config, model_config, max_context_len, shard.rank)
+        self.device, self.dtype, self._kv_dtype, fp8, backend, self._fallbacks = ground
+        self.info = ground.info
         """What was chosen, in words."""
         if ranks is not None:
             settings = msgspec.structs.replace(config, model="")  # which may lie elsewhere on another machine
@@ -99,7 +79,7 @@ class Runtime:
         self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8, shard=shard)
         if ranks is not None:
             ranks.agree({"the checkpoint's weights": fingerprint(self._model)})
-        self._catalogs, self._masks = self._rooms()
+        self._catalogs, self._masks = make_rooms(config, self.device)
         host_pages = make_host_pages(config, model_config, self._kv_dtype, self.device)
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
         if self._compiles and not backend.replayable:
@@ -114,14 +94,7 @@ class Runtime:
         )
         if self.device.type == "cuda":
             sizes = measured_sizes(
-                config,
-                model_config,
-                max_context_len,
-                self.dtype,
-                self._kv_dtype,
-                self.device,
-                self._run_largest_waves,
-                graphs=self._compiles,
+                config, model_config, max_context_len, ground, self._run_largest_waves, graphs=self._compiles
             )
             sizes = replace(sizes, context_pages=shard.least(sizes.context_pages, self.device))
         else:
@@ -134,23 +107,9 @@ class Runtime:
         if self._compiles and shard.rank == 0:  # the others capture what it runs
             self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
             self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
-        self._warmed_up = self._prefix_stats()
+        self.prefixes = Prefixes(self.core)
         if host_pages is not None:
             self.core.tier = HostTier(self.core.context, host_pages, config.prefix_cache_eviction)
-
-    def _rooms(self) -> tuple[CatalogArena, MaskPool]:
-        """Those of catalogs and masks: taken before the KV pools, which get what is left."""
-        config = self.config
-        try:
-            return (
-                CatalogArena(int(config.catalog_memory_gib * 2**30), self.device),
-                MaskPool(int(config.filter_memory_gib * 2**30), self.device),
-            )
-        except torch.OutOfMemoryError:
-            raise ConfigError(
-                f"the GPU has no room beside the weights for --catalog-memory-gib {config.catalog_memory_gib:g} and "
-                f"--filter-memory-gib {config.filter_memory_gib:g}: lower them"
-            ) from None
 
     def _with_pools(self, sizes: PoolSizes) -> Core:
         config, model = self.config, self._model_config
@@ -215,53 +174,6 @@ class Runtime:
             torch.cuda.empty_cache()
             raise OutOfMemory(f"the GPU has no room for the graphs of catalog {catalog.name!r}") from None
 
-    def look_up(self, search: Search) -> None:
-        """Say what of a prompt is in ContextKV at this moment."""
-        if search.prefix is not None and (cache := self.core.context.cache) is not None:
-            search.num_cached = cache.peek(search.prefix)
-
-    def move_pages(self, waiting: Iterable[Search]) -> None:
-        """Between waves: bring back pages of the prefix cache for searches in the queue, oldest first, and save those
-        that are not saved yet. Waits for none."""
-        if self.core.tier is not None:
-            self.core.tier.prefetch(waiting)
-            self.core.tier.save()
-
-    @property
-    def moves_pages(self) -> bool:
-        """Whether copies of pages run: nothing else tells when they are over."""
-        return self.core.tier is not None and self.core.tier.busy
-
-    def note_prefill(self, jobs: list[Job], seconds: float) -> None:
-        """A wave of these jobs has taken so long to prefill."""
-        if self.core.tier is not None:
-            self.core.tier.prefill_rate.note(sum(job.search.num_new for job in jobs), seconds)
-
-    def flush_prefixes(self, salt: bytes | None = None) -> None:
-        """Nothing that was computed so far is used again; `salt`: nothing of this salt."""
-        self.core.context.flush(salt)
-        if self.core.tier is not None:
-            self.core.tier.flush(salt)
-
-    @property
-    def host_stats(self) -> HostStats:
-        """All 0 without a host tier. On any thread."""
-        return self.core.tier.stats if self.core.tier is not None else HostStats()
-
-    def settle(self) -> None:
-        """Wait for copies of pages, before memory that they read or write goes away."""
-        if self.core.tier is not None:
-            self.core.tier.settle()
-
-    @property
-    def prefix_stats(self) -> PrefixStats:
-        """Of what came since the warm-up, which left nothing cached; all 0 without a prefix cache. On any thread."""
-        return PrefixStats(*(now - then for now, then in zip(self._prefix_stats(), self._warmed_up, strict=True)))
-
-    def _prefix_stats(self) -> PrefixStats:
-        cache = self.core.context.cache
-        return PrefixStats(*[0] * len(PrefixStats._fields)) if cache is None else cache.stats
-
     def capture_more(self) -> bool:
         """For when nobody waits: see Captures.capture_more."""
         return self._captures is not None and self._captures.capture_more()
@@ -293,7 +205,7 @@ class Runtime:
 
         launched = None
         try:
-            self._acquire(self.core, wave)
+            acquire(self.core, wave)
             trie = self.core.catalogs.trie(wave.catalog) if wave.catalog is not None else None
             between = between._replace(wanted=wanted)
             if self._leader is None:
@@ -302,7 +214,7 @@ class Runtime:
                 with self._leader.launching(self.core, wave):
                     launched = launch_wave(self.core, wave, trie, self._leader.telling(between))
         finally:
-            self._release(self.core, wave, keep=launched is not None)
+            release(self.core, wave, keep=launched is not None)
         if self.core.tier is not None:
             self.core.tier.save()
         if self._captures:
@@ -333,42 +245,6 @@ class Runtime:
                 f"places of masks are held when idle"
             )
 
-    @staticmethod
-    def _acquire(core: Core, wave: Wave) -> None:
-        """Reserve everything that the wave will need. The scheduler has counted, so a shortage is a bug."""
-        wanted = [(search.num_tokens, search.prefix) for search in wave.searches]
-        leases = core.context.acquire_together(wanted)
-        if leases is None and core.tier is not None:
-            core.tier.make_room()
-            leases = core.context.acquire_together(wanted)
-        for search, lease in zip(wave.searches, leases or (), strict=leases is not None):
-            search.lease, search.num_cached = lease, lease.num_cached
-        if core.tier is not None:
-            core.tier.begin_wave(leases or ())
-        wave.beam_lease = core.beams.acquire(wave.beam_slots)
-        wave.mask_lease = core.masks.acquire(wave.mask_places)
-        if None in (wave.beam_lease, wave.mask_lease) or any(search.lease is None for search in wave.searches):
-            raise RuntimeError("the scheduler formed a wave that the pools cannot hold")
-
-    @staticmethod
-    def _release(core: Core, wave: Wave, keep: bool) -> None:
-        """`keep`: what its prompts left in ContextKV may be used again."""
-        if core.tier is not None:
-            core.tier.end_wave([search.lease for search in wave.searches if search.lease is not None])
-        for search in wave.searches:
-            if search.lease is not None:
-                prefix = search.lease.prefix
-                core.context.release(search.lease, keep, search.keep_until)
-                search.lease = None
-                if core.tier is not None and keep and prefix is not None:
-                    core.tier.offer(prefix, search.keep_until)
-        if wave.beam_lease is not None:
-            core.beams.release(wave.beam_lease)
-            wave.beam_lease = None
-        if wave.mask_lease is not None:
-            core.masks.release(wave.mask_lease)
-            wave.mask_lease = None
-
     def _run_largest_waves(self, sizes: PoolSizes) -> None:
         """The most tokens that run together, and the most rows that one wave can have, on pools made for this alone."""
         config, vocab_size = self.config, self._model_config.vocab_size
@@ -384,9 +260,9 @@ class Runtime:
         ):
             wave = Wave(searches, config.max_wave_rows)
             try:
-                self._acquire(core, wave)
+                acquire(core, wave)
                 launch_wave(core, wave, None, ALONE).result()
             finally:
-                self._release(core, wave, keep=False)
+                release(core, wave, keep=False)
         del core
         gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from typing import NamedTuple
 
 import torch
 
@@ -13,13 +14,55 @@ from widebeam.errors import ConfigError
 from widebeam.model.attention import BACKENDS, AttentionBackend
 from widebeam.model.config import ModelConfig
 from widebeam.model.flashinfer import why_not
+from widebeam.model.fp8 import kv_dtype, wants_fp8
 from widebeam.model.parallel import Shard
+from widebeam.model.weights import weight_bytes
 
 log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (7, 5)
 """What current builds of torch and Triton are made for."""
 HOPPER = 9
 """Major compute capability."""
+
+
+class Ground(NamedTuple):
+    """What an engine runs on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of weights, and of what is decoded."""
+    kv_dtype: torch.dtype
+    """Of context pages."""
+    fp8: bool
+    """Projections are float8."""
+    backend: AttentionBackend
+    fallbacks: int
+    """Faster backends that do not run."""
+
+    @property
+    def info(self) -> dict[str, str]:
+        """In words."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "backend": self.backend.name,
+            "quantization": "fp8" if self.fp8 else "none",
+        }
+
+
+def choose_ground(config: EngineConfig, model: ModelConfig, max_context_len: int, rank: int) -> Ground:
+    """By the settings, the model (a rank's part of it) and what this machine can do. Raises ConfigError."""
+    device = choose_device(config.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        spare_cublas_workspace(device)
+    dtype = choose_dtype(config.dtype, model.dtype, device)
+    fp8 = wants_fp8(config.quantization, model, dtype, device)
+    pages_dtype = kv_dtype(config.kv_cache_dtype, config.attention_backend, model, dtype, device)
+    require_room_for_weights(weight_bytes(model, dtype, fp8=fp8), device, config.gpu_memory_utilization)
+    pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
+    backend, fallbacks = make_backend(config, model, pages, dtype, device, pages_dtype)
+    return Ground(device, dtype, pages_dtype, fp8, backend, fallbacks)
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
@@ -98,6 +141,20 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
         if dtype == torch.bfloat16 and capability < (8, 0):
             raise ConfigError(f"--dtype bfloat16: {device} is older than Ampere (sm_80); choose --dtype float16")
     return dtype
+
+
+def require_room_for_weights(size: int, device: torch.device, utilization: float) -> None:
+    """Raises ConfigError, before anything is read, if so many bytes do not fit on the GPU."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    room = min(free, int(total * utilization))
+    if size > room:
+        raise ConfigError(
+            f"the weights take {size / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB of {device} may be used: "
+            f"{(size - room) / 2**30:.1f} GiB are missing. Choose another --device, raise --gpu-memory-utilization, or "
+            f"halve the projections by --quantization fp8"
+        )
 
 
 def make_backend(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,7 +11,7 @@ from msgspec import field
 if TYPE_CHECKING:
     from widebeam.engine.budgets import Budgets
     from widebeam.engine.runtime import Runtime
-    from widebeam.engine.wave import Search
+    from widebeam.engine.waiting import Waiting
     from widebeam.engine.worker import Worker
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
@@ -159,25 +158,23 @@ class EngineStats(msgspec.Struct, kw_only=True):
     distributions: Distributions
 
 
-def engine_stats(
-    waiting: list[Search], done: int, ended: Mapping[str, int], budgets: Budgets, worker: Worker, runtime: Runtime
-) -> EngineStats:
+def engine_stats(waiting: Waiting, budgets: Budgets, worker: Worker, runtime: Runtime) -> EngineStats:
     """Put together what the parts of an engine count."""
     in_use, refused, scheduler = budgets.in_use, budgets.refused, worker.scheduler
-    on_device = worker.on_device
+    queued, on_device = [job.search for job in list(waiting) if job.waiting], worker.on_device
     context, beams, catalogs = runtime.core.context, runtime.core.beams, runtime.core.catalogs
-    prefix, host = runtime.prefix_stats, runtime.host_stats
+    prefix, host = runtime.prefixes.stats, runtime.prefixes.host_stats
     return EngineStats(
         requests_in_flight=in_use["requests"],
         rows_in_flight=in_use["rows"],
         row_levels_in_flight=in_use["row_levels"],
         tokens_in_flight=in_use["tokens"],
         in_flight_limits=dict(budgets.limits),
-        requests_waiting=len(waiting),
-        rows_waiting=sum(search.rows for search in waiting),
-        tokens_waiting=sum(search.num_tokens for search in waiting),
-        requests_done=done,
-        searches=dict(ended),
+        requests_waiting=len(queued),
+        rows_waiting=sum(search.rows for search in queued),
+        tokens_waiting=sum(search.num_tokens for search in queued),
+        requests_done=waiting.done,
+        searches=dict(waiting.ended),
         requests_refused=sum(refused.values()),
         requests_refused_by=dict(refused),
         retry_after_seconds=budgets.retry_after_s,

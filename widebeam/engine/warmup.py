@@ -28,7 +28,8 @@ from widebeam.engine.shapes import (
     token_rung,
     token_rungs,
 )
-from widebeam.engine.wave import Search, Wave, bound_widths, join_factor, narrowed
+from widebeam.engine.wave import Search, Wave, narrowed
+from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.kv.prefix import Prefix
 
 LEVELS = 3

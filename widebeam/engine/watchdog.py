@@ -7,7 +7,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,33 @@ class Busy(NamedTuple):
     """Monotonic seconds."""
     launching: bool
     """The host is launching a wave; otherwise it waits for the device."""
+
+
+class Activity:
+    """What a GPU thread does, and since when. Written by it and by the thread that waits for the device; a watchdog
+    looks at it from its own."""
+
+    def __init__(self) -> None:
+        self._progress_at = 0.0
+        self._launching = False
+
+    def progressed(self) -> None:
+        """Something has just ended."""
+        self._progress_at = time.monotonic()
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """The host is at work for the device, which may take long but not for ever."""
+        before = self._launching  # a wave may be launched in the middle of another
+        self._progress_at, self._launching = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._progress_at, self._launching = time.monotonic(), before
+
+    def busy(self, waves: bool) -> Busy | None:
+        """None if nothing goes on; `waves`: whether there are any on the device."""
+        return Busy(self._progress_at, self._launching) if self._launching or waves else None
 
 
 class Watchdog:

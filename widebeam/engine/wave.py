@@ -2,7 +2,7 @@
 
 Everything here is host arithmetic on sizes known before the wave starts. Imports no torch.
 
-Letters: B requests, T packed prompt tokens, L levels, V vocabulary.
+Letters: B requests, T prompt tokens, L levels.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from widebeam.kv.context import ContextLease
     from widebeam.ranges import RangeLease
 
-ALL_CANDIDATES = 1 << 32
-"""A join factor that no candidate list reaches."""
 NO_CAP = 1 << 31
 """A cap that no group of candidates reaches."""
 
@@ -99,41 +97,9 @@ class Search:
         return len(self.token_ids)
 
 
-def join_factor(catalog: Catalog | None, *, greedy: bool, has_stops: bool) -> int:
-    """How many candidates a step considers per unit of width.
-
-    `width` of them are all that can survive. Where a SID can be the prefix of another, items may end among them, so
-    every legal child is considered. Stop tokens may end some as well: beams look at twice as many (as merged SGLang),
-    while greedy text looks at the best alone, since a stop ends it.
-    """
-    if catalog is not None:
-        return ALL_CANDIDATES if catalog.index.mixed_depth else 1
-    return 2 if has_stops and not greedy else 1
-
-
 def narrowed(search: Search, mask: ItemMask) -> Search:
     """The same search over these items alone: at no level can more rows be live than there are."""
     return replace(search, mask=mask, widths=tuple(min(width, mask.num_allowed) for width in search.widths))
-
-
-def bound_widths(
-    widths: tuple[int, ...], catalog: Catalog | None, vocab_size: int, cap: int | None = None
-) -> tuple[int, ...]:
-    """Rows that can be live after each level: never more than asked for, than SID prefixes exist, than parents have
-    children, than `cap` behind each first token. Rows beyond that are dead for certain and would only cost time."""
-    bounded: list[int] = []
-    previous = 1
-    first_tokens = vocab_size if catalog is None else catalog.index.nodes_at(1)
-    for level, width in enumerate(widths):
-        if cap is not None:
-            width = min(width, cap * first_tokens)
-        if catalog is None:
-            previous = min(width, previous * vocab_size)
-        else:
-            index = catalog.index
-            previous = min(width, index.nodes_at(level + 1), previous * index.max_fanout(level))
-        bounded.append(previous)
-    return tuple(bounded)
 
 
 class Wave:

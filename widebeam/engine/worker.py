@@ -13,19 +13,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from widebeam.engine.core import FATAL
+from widebeam.engine.inbox import Call, Inbox, Message
+from widebeam.engine.job import LEVEL_RUNGS, Job, Outcome
 from widebeam.engine.reader import Deliver, Progress, Reader, Step
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import LEVEL_RUNGS, Job, Load, Outcome, Scheduler
+from widebeam.engine.scheduler import Load, Scheduler
 from widebeam.engine.search import Between
-from widebeam.engine.watchdog import Busy
+from widebeam.engine.watchdog import Activity, Busy
 from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, StartupError
 
 log = logging.getLogger(__name__)
@@ -39,32 +40,6 @@ PASSING = 4
 """Short waves that may pass a long one between two of its pieces: the long one goes on, however many wait."""
 
 
-@dataclass
-class Call:
-    """A function to run on the GPU thread between waves."""
-
-    function: Callable[[Runtime], Any]
-    future: Future[Any]
-
-    def run(self, runtime: Runtime) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self.function(runtime))
-        except Exception as error:
-            self.future.set_exception(error)
-            if isinstance(error, FATAL):
-                raise
-
-    def fail(self, error: Exception) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
-
-
-Message = Job | Call | Progress | Exception | None
-"""What the GPU thread may find in its inbox; None ends it."""
-
-
 class Worker:
     """A thread that owns a Runtime."""
 
@@ -72,13 +47,10 @@ class Worker:
         self._build = build
         self._deliver = deliver
         self._died = died
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._later: deque[Message] = deque()
-        """What came in the middle of a long wave and is done between waves. The GPU thread's."""
+        self._inbox = Inbox(deliver, self._note)
         self._thread = threading.Thread(target=self._main, name="widebeam-gpu", daemon=True)
         self.ready: Future[Runtime] = Future()
         """Set when the model is loaded, or holds the error that stopped it."""
-        self._end: RequestError | None = None
         self._flying: deque[list[Job]] = deque()
         """Jobs of the waves that were launched and not delivered, oldest first."""
         self._prefilling = 0
@@ -86,8 +58,7 @@ class Worker:
         self._cut: list[Job] = []
         """Jobs of the wave that passes a long one next: no longer queued, and not launched."""
         self._stopping = threading.Event()
-        self._progress_at = 0.0
-        self._on_host = False
+        self._activity = Activity()
         self._hangs = False
         self.scheduler: Scheduler
         """From when the worker is ready."""
@@ -98,20 +69,18 @@ class Worker:
 
     def submit(self, job: Job) -> None:
         """Queue a job. Its outcome comes through `deliver`."""
-        self._inbox.put(job)
-        self._answer_if_ended()
+        self._inbox.send(job)
 
     def call(self, function: Callable[[Runtime], Any]) -> Future[Any]:
         """Run a function on the GPU thread, between waves."""
         future: Future[Any] = Future()
-        self._inbox.put(Call(function, future))
-        self._answer_if_ended()
+        self._inbox.send(Call(function, future))
         return future
 
     @property
     def busy(self) -> Busy | None:
         """What goes on, for a watchdog to look at from its own thread."""
-        return Busy(self._progress_at, self._on_host) if self._on_host or self._flying else None
+        return self._activity.busy(bool(self._flying))
 
     @property
     def on_device(self) -> list[Load]:
@@ -120,9 +89,9 @@ class Worker:
 
     def give_up(self, reason: str = "the GPU does not answer") -> None:
         """The thread or the device hangs, for good: whatever is sent from now on is answered at once."""
-        self._hangs, self._end = True, EngineDead(reason)
+        self._hangs = True
         self._died()
-        self._answer_if_ended()
+        self._inbox.end(EngineDead(reason))
 
     def stop(self) -> None:
         """Tell the thread to end: what waits fails, what runs fails at its next piece. Does not block."""
@@ -143,30 +112,28 @@ class Worker:
                 log.exception("the engine could not start")
             ready.fail(error)
             return
-        self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]), runtime.look_up)
+        self.scheduler = Scheduler(runtime.limits, lambda outcome: self._deliver([outcome]), runtime.prefixes.look_up)
         reader = Reader(self._deliver, self._on_progress)
         ready.run(runtime)
         try:
             self._loop(runtime, self.scheduler, reader)
             reader.close()
-            runtime.settle()
-            with self._working():  # other ranks may hang
+            runtime.prefixes.settle()
+            with self._activity.launching():  # other ranks may hang
                 runtime.close()
-            self._end = EngineDead("the engine has stopped")
+            end = EngineDead("the engine has stopped")
         except BaseException:
             log.exception("the GPU thread died")
-            self._end = EngineDead("the GPU thread died")
+            end = EngineDead("the GPU thread died")
             self._died()
-        for message in self._later:
-            self._inbox.put(message)
-        self._answer_if_ended()
+        self._inbox.close(end)
         left = [job for jobs in self._flying for job in jobs] + self._cut + self.scheduler.clear()
         if left:
-            self._deliver([Outcome(job, self._end) for job in left])
+            self._deliver([Outcome(job, end) for job in left])
 
     def _on_progress(self, progress: Progress | Exception) -> None:
         """Called on the reader's thread."""
-        self._progress_at = time.monotonic()
+        self._activity.progressed()
         self._inbox.put(progress)
 
     def _note(self, progress: Progress) -> None:
@@ -175,30 +142,20 @@ class Worker:
         else:
             self._flying = deque(jobs for jobs in self._flying if jobs is not progress.jobs)
 
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """The host is at work for the device, which may take long but not for ever."""
-        before = self._on_host  # a wave may be launched in the middle of another
-        self._progress_at, self._on_host = time.monotonic(), True
-        try:
-            yield
-        finally:
-            self._progress_at, self._on_host = time.monotonic(), before
-
     def _loop(self, runtime: Runtime, scheduler: Scheduler, reader: Reader) -> None:
         """Waves until told to stop. Waits on the inbox only while nothing may be launched."""
         while True:
             since = None  # when jobs began to wait for company, while no wave may be launched
-            while self._later or not (len(scheduler) and self._has_room and self._inbox.empty()):
+            while not (len(scheduler) and self._has_room and self._inbox.empty):
                 if since is None and len(scheduler) and not self._has_room:
                     since = time.monotonic()
-                message = self._later.popleft() if self._later else self._next_message(runtime)
+                message = self._next_message(runtime)
                 if message is None:
                     return
                 if isinstance(message, Exception):
                     raise message
                 if isinstance(message, Call):
-                    with self._working():
+                    with self._activity.launching():
                         message.run(runtime)
                 else:
                     self._take(runtime, message)
@@ -214,14 +171,14 @@ class Worker:
     def _next_message(self, runtime: Runtime) -> Message:
         """Wait for the inbox. Meanwhile pages are copied, and once nothing has gone on for IDLE_S, what is left to
         capture is captured."""
-        while runtime.moves_pages:
+        while runtime.prefixes.moves_pages:
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=COPYING_S)
-            runtime.move_pages(self.scheduler.waiting)
+            runtime.prefixes.move_pages(self.scheduler.waiting)
         while not (self._flying or len(self.scheduler)):
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=IDLE_S)
-            with self._working():
+            with self._activity.launching():
                 if not runtime.capture_more():
                     break
         return self._inbox.get()
@@ -234,7 +191,7 @@ class Worker:
     def _launch(self, runtime: Runtime, jobs: list[Job], reader: Reader) -> None:
         """Start one wave. Running out of memory fails the wave alone; a broken device ends the thread."""
         try:
-            with self._working():  # first: a watchdog must never see a wave together with the time of the last one
+            with self._activity.launching():  # first: with a wave, a watchdog must never see the time of the last one
                 self._flying.append(jobs)
                 started = time.perf_counter()
                 flight = runtime.launch(jobs, self._stopping.is_set, self._between(runtime, jobs, reader))
@@ -265,8 +222,9 @@ class Worker:
         held = self.scheduler.load(jobs)
 
         def others_wait() -> bool:
-            self._progress_at = time.monotonic()
-            self._take_in(runtime)
+            self._activity.progressed()
+            for message in self._inbox.take_in():
+                self._take(runtime, message)
             self._cut = self.scheduler.next_wave(time.monotonic(), held)
             return bool(self._cut)
 
@@ -279,39 +237,16 @@ class Worker:
 
         return Between(others_wait=others_wait, run_others=run_others)
 
-    def _take_in(self, runtime: Runtime) -> None:
-        """Queue the jobs that have come, without waiting; what is done between waves alone is left for then."""
-        while not self._inbox.empty():
-            message = self._inbox.get()
-            if isinstance(message, Job | Progress):
-                self._take(runtime, message)
-            else:
-                self._later.append(message)
-
     def _take(self, runtime: Runtime, message: Job | Progress) -> None:
         if isinstance(message, Job):
             self.scheduler.add(message)
         else:
             self._note(message)
             if message.prefill_s is not None:
-                runtime.note_prefill(message.jobs, message.prefill_s)
-        runtime.move_pages(self.scheduler.waiting)
+                runtime.prefixes.note_prefill(message.jobs, message.prefill_s)
+        runtime.prefixes.move_pages(self.scheduler.waiting)
 
     def _fail(self, jobs: list[Job], failure: RequestError) -> None:
         """Give up a wave that was not launched."""
         self._note(Progress(jobs, Step.DONE))
         self._deliver([Outcome(job, failure) for job in jobs])
-
-    def _answer_if_ended(self) -> None:
-        """Fail what lies in the inbox of an ended thread. Both sides call it, so that nothing is left between them."""
-        while self._end is not None:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(message, Job):
-                self._deliver([Outcome(message, self._end)])
-            elif isinstance(message, Call):
-                message.fail(self._end)
-            elif isinstance(message, Progress):
-                self._note(message)

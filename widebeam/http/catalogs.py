@@ -18,8 +18,7 @@ from widebeam.constraints.header import MAX_NAME_LENGTH
 from widebeam.engine.request import NO_CATALOG
 from widebeam.errors import CatalogError, ConfigError, InvalidRequest, NotFound, Overloaded, RequestTimeout
 from widebeam.http.body import check_head, decode, invalid, json_response, read_body, too_large
-from widebeam.http.keys import SERVER_CONFIG, UPLOADS, working_engine
-from widebeam.http.protocol import (
+from widebeam.http.catalog_protocol import (
     CatalogInfo,
     CatalogList,
     PutCatalog,
@@ -28,6 +27,7 @@ from widebeam.http.protocol import (
     UploadFormat,
     UploadQuery,
 )
+from widebeam.http.keys import SERVER_CONFIG, UPLOADS, working_engine
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog

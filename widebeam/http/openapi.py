@@ -16,26 +16,21 @@ from widebeam import errors
 from widebeam.http.admin import AbortRequest, AbortResponse
 from widebeam.http.auth import ACCESS, Access, Keyring
 from widebeam.http.body import json_response
+from widebeam.http.catalog_protocol import CatalogInfo, CatalogList, PutCatalog, RollBack, UpdateItems, UploadQuery
 from widebeam.http.failures import ERROR_BODIES
 from widebeam.http.keys import KEYRING
 from widebeam.http.middleware import ID_HEADER, TIMEOUT_HEADER, dialect_of
 from widebeam.http.openai import ChatRequest, ChatResponse, CompletionRequest, CompletionResponse
 from widebeam.http.protocol import (
-    CatalogInfo,
-    CatalogList,
     Health,
     ModelCard,
     ModelList,
     PrefillRequest,
     PrefillResponse,
-    PutCatalog,
     RecommendRequest,
     RecommendResponse,
     RequestId,
-    RollBack,
     TimeoutMs,
-    UpdateItems,
-    UploadQuery,
 )
 from widebeam.http.sglang import GenerateRequest, GenerateResponse
 
