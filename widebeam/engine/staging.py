@@ -69,23 +69,24 @@ class Upload:
         self._device = device
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._rooms = [torch.empty(PIECE, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        """Behind the last copy out of each, which may go on when a `send` has failed."""
         self._lock = threading.Lock()
 
     def send(self, copies: Iterable[tuple[np.ndarray, Tensor]], after: torch.cuda.Event | None) -> None:
         """Copy each array to its int32 place once the device has passed `after`, and wait for the last. One at a time
         goes, from any thread."""
-        sent: list[torch.cuda.Event | None] = [None, None]
         with self._lock, torch.cuda.stream(self._stream):
             if self._stream is not None and after is not None:
                 self._stream.wait_event(after)
             for number, (piece, place) in enumerate(_pieces(copies)):
                 turn, room = number % 2, self._rooms[number % 2][: piece.size]
-                if (event := sent[turn]) is not None:
+                if (event := self._sent[turn]) is not None:
                     event.synchronize()
                 np.copyto(room.numpy(), piece, casting="same_kind")
                 place.copy_(room, non_blocking=True)
-                sent[turn] = mark(self._device)
-            for event in sent:
+                self._sent[turn] = mark(self._device)
+            for event in self._sent:
                 if event is not None:
                     event.synchronize()
 

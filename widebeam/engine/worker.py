@@ -126,6 +126,8 @@ class Worker:
             log.exception("the GPU thread died")
             end = EngineDead("the GPU thread died")
             self._died()
+            with contextlib.suppress(RuntimeError):  # a broken device copies no pages any more
+                runtime.prefixes.settle()
         self._inbox.close(end)
         left = [job for jobs in self._flying for job in jobs] + self._cut + self.scheduler.clear()
         if left:

@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -98,6 +98,15 @@ class LastUses:
         return next((end for wave, end in self._ends if wave == last), None)
 
 
+def _unpin(address: int, streams: Iterable[torch.cuda.Stream | None]) -> None:
+    """Give pinned memory back once no copy reads or writes it."""
+    for stream in streams:
+        with suppress(RuntimeError):  # a broken device copies nothing any more
+            if stream is not None:
+                stream.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class PageCopies:
     """H pages in the host's memory, pinned if there is a GPU, numbered 1 .. H, and what copies them."""
 
@@ -133,9 +142,9 @@ class PageCopies:
 
     def _pin(self) -> None:
         """In place: torch's own pinned memory comes in powers of two, which may be twice as much."""
-        runtime, address = torch.cuda.cudart(), self._host.data_ptr()
-        torch.cuda.check_error(runtime.cudaHostRegister(address, self._host.nbytes, 0))
-        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+        address = self._host.data_ptr()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, self._host.nbytes, 0))
+        weakref.finalize(self, _unpin, address, (self._saving, self._restoring)).atexit = False
 
     @torch.inference_mode()
     def _measured_rate(self) -> float:
