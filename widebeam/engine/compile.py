@@ -69,8 +69,8 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
     if core.state.level.device.type == "cuda":
         _own_graph_trees()
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal are not one size
-    # torch 2.11 on Python 3.12 keeps pointers to guards, and to what they watch, longer than either lives: memory may break
-    # when an engine is dropped or the process ends (https://github.com/pytorch/pytorch/pull/181873)
+    # torch 2.11 on Python 3.12 keeps pointers to guards, and to what they watch, longer than either lives: memory may
+    # break when an engine is dropped or the process ends (https://github.com/pytorch/pytorch/pull/181873)
     torch._dynamo.config.use_recursive_dict_tags_for_guards = False
     torch._dynamo.config.specialize_float = True  # ours never change; else every function is traced twice
     torch._dynamo.config.recompile_limit = VARIANTS
