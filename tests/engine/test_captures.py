@@ -23,9 +23,9 @@ from tests.engine.warm_waves import (
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.captures import Captures
 from widebeam.engine.compile import compiled_programs
+from widebeam.engine.job import Job
 from widebeam.engine.memory import least_sizes
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.scheduler import Job
 from widebeam.errors import OutOfMemory
 from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
@@ -81,7 +81,7 @@ class Pretended:
     def start(self, mode: Literal["fast", "none"] = "fast") -> Captures:
         """As a start does: nothing has been met before."""
         runtime, programs = self.runtime, self.runtime.core.programs
-        runtime.flush_prefixes()
+        runtime.prefixes.flush()
         programs.graphed.clear()
         programs.graphed.update(compiled_programs(runtime.core, lambda function: function).graphed)
         runtime._captures = captures = Captures(runtime.core, runtime.limits, mode, runtime._run_searches)
