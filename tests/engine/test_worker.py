@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -21,7 +22,7 @@ from widebeam.engine.job import Job, Outcome
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.search import PIECE, Between
 from widebeam.engine.wave import Search
-from widebeam.engine.worker import DEPTH, PASSING, Worker
+from widebeam.engine.worker import DEPTH, PASSING, TURN_S, Worker
 from widebeam.errors import EngineDead, EngineError, OutOfMemory
 
 LIMITS = WaveLimits(
@@ -366,3 +367,18 @@ def test_stopping_lets_launched_waves_end(bench: Bench) -> None:
     bench.worker.join()
     assert bench.outcomes["a"] == "result of a"
     assert isinstance(bench.outcomes["b"], EngineDead)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.005, TURN_S), (TURN_S / 4, TURN_S / 4)])
+def test_threads_take_short_turns(before: float, after: float) -> None:
+    """Whoever has set shorter ones keeps them."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    try:
+        bench = Bench()
+        found = sys.getswitchinterval()
+        bench.worker.stop()
+        bench.worker.join()
+    finally:
+        sys.setswitchinterval(usual)
+    assert found == pytest.approx(after)
