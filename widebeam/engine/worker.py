@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 DEPTH = 2
 """Waves that are on the device at once: one runs, and one behind it keeps the device busy while results are read."""
 TURN_S = 0.0005
-"""How long one thread may keep Python to itself while another wants it. A search passes through three threads, an update
-of a catalog lets others in thousands of times: at Python's own 5 ms each of them may cost that."""
+"""How long one thread may keep Python to itself while another wants it. A search passes through three threads, and an
+update of a catalog lets others in thousands of times: at Python's own 5 ms each of them may cost that."""
 IDLE_S = 0.5
 """Without a request for so long, none is likely in the next half second."""
 COPYING_S = 0.005
