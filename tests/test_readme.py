@@ -127,6 +127,11 @@ def test_files_named_in_the_documents_exist() -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_nothing_is_installed_from_an_index_that_lacks_it() -> None:
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        assert "widebeam[" not in document.read_text(), f"{document.name}: WideBeam is on no package index"
+
+
 def test_structure_names_every_source_file() -> None:
     text = (ROOT / "docs" / "structure.md").read_text()
     missing = [
