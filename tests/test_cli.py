@@ -240,10 +240,12 @@ def test_vllm_spelling() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (["m", "--page-size", "0"], {}, "page_size"),
-        (["m", "--max-beam-width", "5001"], {}, "max_beam_width"),
-        (["m"], {"WIDEBEAM_PAGESIZE": "3"}, "WIDEBEAM_PAGESIZE"),
-        (["m"], {"WIDEBEAM_PAGE_SIZE": "many"}, "WIDEBEAM_PAGE_SIZE"),
+        (["m", "--page-size", "0"], {}, "--page-size 0: expected int >= 1"),
+        (["m", "--port", "99999"], {}, "--port 99999: expected int <= 65535"),
+        (["m", "--max-beam-width", "5001"], {}, "--max-beam-width 5001: expected int <= 5000"),
+        (["m"], {"WIDEBEAM_PAGESIZE": "3"}, "WIDEBEAM_PAGESIZE is no setting; did you mean 'WIDEBEAM_PAGE_SIZE'"),
+        (["m"], {"WIDEBEAM_PAGE_SIZE": "many"}, "WIDEBEAM_PAGE_SIZE 'many': expected int, got str"),
+        (["m"], {"WIDEBEAM_DTYPE": "int8"}, "'int8' is none of: auto, bfloat16, float16, float32"),
         (["m", "--config", "/nowhere.toml"], {}, "nowhere"),
         (["m", "--config"], {}, "--config"),
         ([], {}, "no model"),
@@ -254,11 +256,22 @@ def test_bad_settings_are_named(arguments: list[str], environment: dict[str, str
         parse(Config, arguments, "widebeam serve", environment)
 
 
-def test_unknown_keys_of_the_file_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[engine]\npagesize = 16", "there is no engine.pagesize in .*beam.toml; did you mean 'page_size'"),
+        ("[sever]\nport = 1", "there is no sever in .*beam.toml; did you mean 'server'"),
+        ("[engine]\npage_size = 0", "engine.page_size in .*beam.toml 0: expected int >= 1"),
+        ("[server]\nlog_level = 'loud'", "server.log_level in .*beam.toml 'loud': 'loud' is none of: debug, error"),
+        ("[server]\nlog_level = ", "beam.toml cannot be read"),
+        ("port = 3", "beam.toml: port must be a section"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_named_with_it(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "widebeam.toml"
-    file.write_text('[engine]\nmodel = "a"\npagesize = 16\n')
-    with pytest.raises(ConfigError, match="pagesize"):
-        parse(Config, ["--config", str(file)], "widebeam serve", {})
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        parse(Config, ["m", "--config", str(file)], "widebeam serve", {})
 
 
 def test_no_setting_is_spelt_twice() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from widebeam.errors import ConfigError
+from widebeam.faults import find_fault, value_at
 
 Positive = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -152,9 +154,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     server: ServerConfig = ServerConfig()
 
 
-def convert(tree: dict[str, Any], kind: type[Any] = Config) -> Any:
-    """Validate a plain dict into a settings struct (the struct's constructor does not check bounds)."""
+def convert(tree: dict[str, Any], kind: type[Any] = Config, spelt: Callable[[str], str] = str) -> Any:
+    """Validate a plain dict into a settings struct (the struct's constructor does not check bounds).
+
+    `spelt`: how whoever made it writes a setting, from its place in the tree. Raises ConfigError.
+    """
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {error}") from None
+        fault = find_fault(error, kind)
+        name = spelt(fault.place)
+        if fault.unknown:
+            raise ConfigError(f"bad setting: there is no {name}{fault.words}") from None
+        raise ConfigError(f"bad setting: {name} {value_at(tree, fault.place)!r}: {fault.words}") from None

@@ -73,7 +73,7 @@ CASES: list[tuple[str, Any, str, str | None]] = [
     (CHAT, {"input_ids": IDS, "policy": {"name": "ghost"}}, "unknown_policy", "policy.name"),
     (RECOMMEND, {"input_ids": IDS, "normalizer": "softmax"}, "invalid_request", "normalizer"),
     (RECOMMEND, {"input_ids": IDS, "fields": ["ghost"]}, "unknown_field", "fields"),
-    (RECOMMEND, {"input_ids": IDS, "policy": {}}, "invalid_request", "policy"),
+    (RECOMMEND, {"input_ids": IDS, "policy": {}}, "invalid_request", "policy.name"),
     # fields that a dialect does not have
     (RECOMMEND, {"input_ids": IDS, "sampling_params": {}}, "unknown_field", "sampling_params"),
     (RECOMMEND, {"input_ids": IDS, "policy": {"name": "fixed", "width": 3}}, "unknown_field", "policy.width"),

@@ -204,7 +204,7 @@ def test_warnings_are_told_once(service: Service) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
-        ({}, "invalid_request", None),
+        ({}, "invalid_request", "prompt"),
         ({"prompt": None}, "invalid_request", "prompt"),
         ({"prompt": ""}, "empty_prompt", "prompt"),
         ({"prompt": []}, "empty_prompt", "prompt"),
