@@ -229,6 +229,26 @@ async def test_a_prompt_that_the_pool_can_never_hold(checkpoint: Path) -> None:
         assert all(result.sequences for result in await asyncio.gather(*wave))
 
 
+@pytest.mark.parametrize(
+    "small",
+    [{"max_total_tokens": 10, "page_size": 16}, {"max_waiting_tokens": 16, "page_size": 16}],
+    ids=lambda s: next(iter(s)),
+)
+async def test_a_history_is_cut_to_what_the_pool_holds(
+    checkpoint: Path, catalog_file: Path, small: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    history = [f"item-{number}" for number in range(1, 27)]
+    async with Engine(str(checkpoint), catalog=str(catalog_file), **(SMALL | small)) as engine:
+        made = await engine.recommend(history=history, n=2)
+        newest = await engine.recommend(history=history[-made.num_history :], n=2)
+        with pytest.raises(InvalidRequest):
+            await engine.recommend(input_ids=[5] * 17, n=2)
+    assert 0 < made.num_history < 26 and made.result.prompt_tokens <= 16
+    assert made.items == newest.items and newest.result.warnings == []
+    assert f"only the newest {made.num_history} of" in made.result.warnings[0]
+    assert "prompts of over 16 tokens are refused" in caplog.text
+
+
 def test_a_failed_start_leaves_the_blocking_engine_usable(checkpoint: Path) -> None:
     engine = Engine(str(checkpoint), catalog="nowhere.jsonl", **SMALL)
     for _ in range(2):

@@ -98,6 +98,7 @@ class Engine(Searching, Recommending, Blocking):
                 self.config, self.model_config, self.tokenizer, self.max_context_len, self._runtime.limits
             )
             self._budgets = Budgets(self._limits.budgets)
+            self._limits.warn()
             vocabulary = Vocabulary(self.tokenizer.token_id if self.tokenizer else None, self._limits.vocab_size)
             deepest = min(self.config.max_levels, self.max_context_len - 1)
             self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._make_searchable)
