@@ -18,6 +18,8 @@ from widebeam.cli import main
 from widebeam.config import Config, EngineConfig, ServerConfig
 from widebeam.constraints.catalogs import catalog_files
 from widebeam.errors import ConfigError
+from widebeam.oneshot import Request
+from widebeam.reference import document
 from widebeam.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,8 +184,32 @@ def test_help_and_version() -> None:
 
     assert "serve MODEL" in widebeam("--help").stdout
     assert widebeam("--version").stdout.strip() == package.__version__
-    done = widebeam("serve", "--help")
-    assert done.returncode == 0 and "--max-beam-width" in done.stdout and "--drain-timeout-s" in done.stdout
+
+
+def test_help_names_every_setting_of_the_command(here: Command) -> None:
+    serve, generate, check = (here(command, "--help") for command in ("serve", "generate", "check"))
+    assert (serve.returncode, generate.returncode, check.returncode) == (0, 0, 0)
+    flags = [set(re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)) for text in (serve.stdout, generate.stdout)]
+    engine, server, request = (
+        {f"--{name.replace('_', '-')}" for name in kind.__struct_fields__}
+        for kind in (EngineConfig, ServerConfig, Request)
+    )
+    assert flags == [engine | server, engine | request]
+    for words in ("--config FILE", "WIDEBEAM_MAX_BEAM_WIDTH", "--max-context-len, --max-model-len INT"):
+        assert words in serve.stdout
+    assert "None" not in serve.stdout and "(1 to 512; default 512)" in serve.stdout
+    assert len(check.stdout.splitlines()) > 5
+
+
+def test_the_document_of_settings_is_that_of_the_code(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    assert text == document(), "python -m widebeam.reference > docs/settings.md"
+    names = [*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__]
+    assert sorted(re.findall(r"^\| `--([a-z-]+)`", text, re.MULTILINE)) == sorted(n.replace("_", "-") for n in names)
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "example.toml").write_text(example)
+    config = parse(Config, ["--config", str(tmp_path / "example.toml")], "widebeam serve", {})
+    assert (config.engine.max_beam_width, config.server.log_format) == (256, "json")
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:

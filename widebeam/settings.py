@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,23 +12,31 @@ from typing import Any, TypeVar
 import msgspec
 import tyro
 
-from widebeam.config import API_KEY_VARIABLE, EngineConfig, ServerConfig, convert
+from widebeam.config import ALIASES, API_KEY_VARIABLE, EngineConfig, ServerConfig, convert
 from widebeam.errors import ConfigError
 from widebeam.faults import did_you_mean, find_fault
+from widebeam.reference import help_text
 
 ENVIRONMENT = "WIDEBEAM_"
 SECTIONS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "server": ServerConfig}
-ALIASES = {"--max-model-len": "--max-context-len"}
-"""Flags that vLLM spells otherwise."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[str, str] = os.environ) -> T:
+def parse(
+    kind: type[T],
+    arguments: list[str],
+    prog: str,
+    environment: Mapping[str, str] = os.environ,
+    unused: tuple[str, ...] = (),
+) -> T:
     """A settings tree from flags over the environment over a TOML file. Raises ConfigError; --help exits.
 
-    The first argument, unless it is a flag, is the model.
+    The first argument, unless it is a flag, is the model. `unused`: sections that the command takes and ignores.
     """
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        print(help_text(kind, prog, unused), end="")
+        sys.exit(0)
     flags = _gathered([_canonical(argument) for argument in arguments], "--catalog")
     if flags and not flags[0].startswith("-"):
         if any(flag.partition("=")[0] == "--model" for flag in flags):
