@@ -157,6 +157,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     server: ServerConfig = ServerConfig()
 
 
+def changed(settings: msgspec.Struct) -> str:
+    """The settings that are not at their defaults, for a line of the log."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(settings)}
+    made = {name: value for name, value in msgspec.structs.asdict(settings).items() if value != defaults[name]}
+    return ", ".join(f"{name}={value!r}" for name, value in made.items()) or "none"
+
+
 def convert(tree: dict[str, Any], kind: type[Any] = Config, spelt: Callable[[str], str] = str) -> Any:
     """Validate a plain dict into a settings struct (the struct's constructor does not check bounds).
 

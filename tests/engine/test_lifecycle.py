@@ -249,6 +249,21 @@ async def test_a_history_is_cut_to_what_the_pool_holds(
     assert "prompts of over 16 tokens are refused" in caplog.text
 
 
+async def test_a_start_says_what_there_is(
+    checkpoint: Path, catalog_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "widebeam")
+    settings = SMALL | {"max_total_tokens": 500, "page_size": 16}
+    async with Engine(str(checkpoint), catalog=str(catalog_file), **settings) as engine:
+        effective = engine.settings
+    made = next(line for line in caplog.messages if line.startswith("settings that are not defaults"))
+    assert all(words in made for words in ("device='cpu'", "max_wave_rows=256", "page_size=16", "max_total_tokens=500"))
+    assert "hang_timeout_s" not in made
+    assert any("context KV 32 pages, 512 tokens" in line for line in caplog.messages)
+    assert any("catalog 'items' at version 1: 60 items" in line for line in caplog.messages)
+    assert (effective["max_total_tokens"], effective["page_size"]) == (512, 16)
+
+
 def test_a_failed_start_leaves_the_blocking_engine_usable(checkpoint: Path) -> None:
     engine = Engine(str(checkpoint), catalog="nowhere.jsonl", **SMALL)
     for _ in range(2):

@@ -19,6 +19,7 @@ from widebeam.constraints.catalogs import Catalogs, catalog_files
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
+from widebeam.engine.effective import effective_settings, log_start
 from widebeam.engine.job import Outcome
 from widebeam.engine.limits import Limits
 from widebeam.engine.live_catalogs import LiveCatalogs
@@ -112,6 +113,7 @@ class Engine(Searching, Recommending, Blocking):
             raise
         if self.state != "starting":
             raise EngineDead("the engine was stopped while it started")
+        log_start(self)
         self.state = "ready"
 
     def _read_checkpoint(self) -> Path:
@@ -221,6 +223,11 @@ class Engine(Searching, Recommending, Blocking):
     def info(self) -> dict[str, str]:
         """The model, and what was chosen for it at start: dtype, device, attention backend and quantisation."""
         return {"model": self.config.model, **self._runtime.info}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings as they act: what was left to be chosen is what was chosen. Once the engine is ready."""
+        return effective_settings(self)
 
     async def flush_prefixes(self) -> None:
         """Nothing that was computed for prompts so far is used again. Waits for the wave that is launched."""
