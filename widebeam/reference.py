@@ -82,10 +82,10 @@ class Setting(NamedTuple):
 
 def settings_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
     """The fields of a struct by their names, in its order."""
-    said = _docstrings(kind)
+    said = field_docs(kind)
     return {
         field.name: Setting(
-            field.name, _value(field.type), _bounds(field.type), _default(field.default), said[field.name]
+            field.name, _value(field.type), _bounds(field.type), _default(field.default), said.get(field.name, "")
         )
         for field in msgspec.structs.fields(kind)
     }
@@ -146,9 +146,17 @@ def _told(setting: Setting) -> str:
     return f"{setting.meaning} ({noted})" if noted else setting.meaning
 
 
-def _docstrings(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """The string below each field, on one line."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+def field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """The string below each field of a struct and its bases, on one line; nothing for a field that has none."""
+    bases = [one for one in reversed(kind.__mro__) if one.__module__.startswith(__package__)]
+    return {name: text for base in bases for name, text in _own_docs(base).items()}
+
+
+def _own_docs(kind: type) -> dict[str, str]:
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except OSError:  # installed without its source
+        return {}
     assert isinstance(body, ast.ClassDef)
     return {
         field.target.id: " ".join(below.value.value.split())
