@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from widebeam import Engine, SearchParams
-from widebeam.errors import CatalogError, ConfigError, DeadlineExceeded, EngineDead, EngineError, InvalidRequest
+from widebeam.errors import (
+    CatalogError,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+)
 
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -81,7 +89,7 @@ async def test_stopping_ends_a_long_search_at_its_next_piece(checkpoint: Path) -
     running = asyncio.create_task(engine.submit([5] * 20, LONG))
     await started(engine, running)
     await engine.stop()
-    with pytest.raises(EngineDead):
+    with pytest.raises(Draining):
         await running
     assert int(engine._runtime.core.state.level) < 450
     engine._runtime.check_integrity()

@@ -172,9 +172,10 @@ class Engine(Searching, Recommending, Blocking):
             self.state = "draining"
 
     async def stop(self) -> None:
-        """End the worker. Whatever waits, or is in the middle of a long search, is answered with EngineDead."""
+        """End the worker. Whatever waits, or is in the middle of a long search, is answered with Draining."""
         if self.state != "dead":
             self.state = "stopped"
+            self._waiting.answer_all(Draining("the server was stopped before this search had ended", retry_after_s=1.0))
         if hasattr(self, "live"):
             self.live.close()
         if hasattr(self, "_worker"):
@@ -261,5 +262,5 @@ class Engine(Searching, Recommending, Blocking):
             self._loop.call_soon_threadsafe(self._answer_everybody)
 
     def _answer_everybody(self) -> None:
-        self._waiting.answer_dead()
+        self._waiting.answer_all(EngineDead("the GPU thread died"))
         self.died.set()

@@ -82,7 +82,10 @@ class Server:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._app[IN_FLIGHT].idle.wait()
         except TimeoutError:
-            log.warning("%d requests did not finish within the drain timeout", self._app[IN_FLIGHT].count)
+            log.warning(
+                "drain timeout: %g s have passed, and requests in flight are %d",
+                self._config.drain_timeout_s, self._app[IN_FLIGHT].count,
+            )  # fmt: skip
             return False
         return True
 
