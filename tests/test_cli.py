@@ -18,6 +18,8 @@ from widebeam.cli import main
 from widebeam.config import Config, EngineConfig, ServerConfig
 from widebeam.constraints.catalogs import catalog_files
 from widebeam.errors import ConfigError
+from widebeam.oneshot import Request
+from widebeam.reference import document
 from widebeam.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,7 +153,7 @@ def test_check_names_what_is_missing() -> None:
     done = widebeam("check")
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} >= {"python", "torch", "cpu", "flashinfer", "triton"}
-    assert "cpu fp8" in done.stdout
+    assert "cpu fp8" in done.stdout and "widebeam[" not in done.stdout
     assert widebeam("check", "--nothing").returncode == 2
 
 
@@ -182,8 +184,32 @@ def test_help_and_version() -> None:
 
     assert "serve MODEL" in widebeam("--help").stdout
     assert widebeam("--version").stdout.strip() == package.__version__
-    done = widebeam("serve", "--help")
-    assert done.returncode == 0 and "--max-beam-width" in done.stdout and "--drain-timeout-s" in done.stdout
+
+
+def test_help_names_every_setting_of_the_command(here: Command) -> None:
+    serve, generate, check = (here(command, "--help") for command in ("serve", "generate", "check"))
+    assert (serve.returncode, generate.returncode, check.returncode) == (0, 0, 0)
+    flags = [set(re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)) for text in (serve.stdout, generate.stdout)]
+    engine, server, request = (
+        {f"--{name.replace('_', '-')}" for name in kind.__struct_fields__}
+        for kind in (EngineConfig, ServerConfig, Request)
+    )
+    assert flags == [engine | server, engine | request]
+    for words in ("--config FILE", "WIDEBEAM_MAX_BEAM_WIDTH", "--max-context-len, --max-model-len INT"):
+        assert words in serve.stdout
+    assert "None" not in serve.stdout and "(1 to 512; default 512)" in serve.stdout
+    assert len(check.stdout.splitlines()) > 5
+
+
+def test_the_document_of_settings_is_that_of_the_code(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    assert text == document(), "python -m widebeam.reference > docs/settings.md"
+    names = [*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__]
+    assert sorted(re.findall(r"^\| `--([a-z-]+)`", text, re.MULTILINE)) == sorted(n.replace("_", "-") for n in names)
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "example.toml").write_text(example)
+    config = parse(Config, ["--config", str(tmp_path / "example.toml")], "widebeam serve", {})
+    assert (config.engine.max_beam_width, config.server.log_format) == (256, "json")
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
@@ -240,10 +266,12 @@ def test_vllm_spelling() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (["m", "--page-size", "0"], {}, "page_size"),
-        (["m", "--max-beam-width", "5001"], {}, "max_beam_width"),
-        (["m"], {"WIDEBEAM_PAGESIZE": "3"}, "WIDEBEAM_PAGESIZE"),
-        (["m"], {"WIDEBEAM_PAGE_SIZE": "many"}, "WIDEBEAM_PAGE_SIZE"),
+        (["m", "--page-size", "0"], {}, "--page-size 0: expected int >= 1"),
+        (["m", "--port", "99999"], {}, "--port 99999: expected int <= 65535"),
+        (["m", "--max-beam-width", "5001"], {}, "--max-beam-width 5001: expected int <= 5000"),
+        (["m"], {"WIDEBEAM_PAGESIZE": "3"}, "WIDEBEAM_PAGESIZE is no setting; did you mean 'WIDEBEAM_PAGE_SIZE'"),
+        (["m"], {"WIDEBEAM_PAGE_SIZE": "many"}, "WIDEBEAM_PAGE_SIZE 'many': expected int, got str"),
+        (["m"], {"WIDEBEAM_DTYPE": "int8"}, "'int8' is none of: auto, bfloat16, float16, float32"),
         (["m", "--config", "/nowhere.toml"], {}, "nowhere"),
         (["m", "--config"], {}, "--config"),
         ([], {}, "no model"),
@@ -254,11 +282,22 @@ def test_bad_settings_are_named(arguments: list[str], environment: dict[str, str
         parse(Config, arguments, "widebeam serve", environment)
 
 
-def test_unknown_keys_of_the_file_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[engine]\npagesize = 16", "there is no engine.pagesize in .*beam.toml; did you mean 'page_size'"),
+        ("[sever]\nport = 1", "there is no sever in .*beam.toml; did you mean 'server'"),
+        ("[engine]\npage_size = 0", "engine.page_size in .*beam.toml 0: expected int >= 1"),
+        ("[server]\nlog_level = 'loud'", "server.log_level in .*beam.toml 'loud': 'loud' is none of: debug, error"),
+        ("[server]\nlog_level = ", "beam.toml cannot be read"),
+        ("port = 3", "beam.toml: port must be a section"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_named_with_it(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "widebeam.toml"
-    file.write_text('[engine]\nmodel = "a"\npagesize = 16\n')
-    with pytest.raises(ConfigError, match="pagesize"):
-        parse(Config, ["--config", str(file)], "widebeam serve", {})
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        parse(Config, ["m", "--config", str(file)], "widebeam serve", {})
 
 
 def test_no_setting_is_spelt_twice() -> None:

@@ -63,6 +63,11 @@ def test_recommend_is_typed(service: Service, client: Client) -> None:
     assert found.timing_ms.total > 0
 
 
+def test_arguments_that_do_not_fit_are_told_of_this_class(client: Client) -> None:
+    with pytest.raises(TypeError, match=r"^Client\.recommend\(\) takes 1 positional argument"):
+        client.recommend(["item-3"])  # type: ignore[call-arg,arg-type]
+
+
 def test_every_option_reaches_the_server(client: Client) -> None:
     by_spec = client.recommend(
         input_ids=np.array([7, 11, 30]),

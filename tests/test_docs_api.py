@@ -28,7 +28,7 @@ from widebeam.constraints.header import Header, Level, Order
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.engine import Engine
 from widebeam.engine.request import MAX_TTL_S
-from widebeam.http import openai, sglang
+from widebeam.http import openai, protocol, sglang
 from widebeam.http.app import build_app
 from widebeam.http.catalog_protocol import MAX_CHANGES, CatalogInfo, PutCatalog, RollBack, UpdateItems, UploadQuery
 from widebeam.http.protocol import PrefillRequest, RecommendRequest
@@ -85,6 +85,16 @@ def test_every_field_is_named_in_its_route() -> None:
     for kind in (PutCatalog, RollBack):
         assert all(f'{{"{field}": ' in live or f"`{field}`" in live for field in kind.__struct_fields__)
     assert f"{MAX_CHANGES:,}" in live
+
+
+def test_every_field_of_an_answer_is_named() -> None:
+    quoted = re.findall(r"`([\w.]+)`", API) + re.findall(r'"(\w+)":', API)
+    named = {part for path in quoted for part in path.split(".")}
+    modules = (openai, sglang, protocol)
+    structs = {kind for module in modules for kind in vars(module).values() if isinstance(kind, msgspec.StructMeta)}
+    answers = {kind for kind in structs if not kind.__struct_config__.forbid_unknown_fields}
+    assert {openai.ChatResponse, sglang.RequestMeta, protocol.ModelCard} < answers
+    assert {field for kind in answers for field in kind.__struct_fields__} <= named
 
 
 def test_refused_and_ignored_fields_are_those_of_the_code() -> None:

@@ -8,6 +8,7 @@ import platform
 import shutil
 from typing import TYPE_CHECKING
 
+from widebeam.errors import how_to_install
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.plan.shapes import SHAPES
 
@@ -47,7 +48,8 @@ def _torch() -> list[tuple[str, str]]:
 
 def _flashinfer() -> list[tuple[str, str]]:
     if importlib.util.find_spec("flashinfer") is None:
-        return [("flashinfer", "no: not installed (pip install 'widebeam[cuda]'); attention runs in plain PyTorch")]
+        install = how_to_install("cuda")
+        return [("flashinfer", f"no: not installed ({install}); attention runs in plain PyTorch")]
     return [
         ("flashinfer", f"{_version('flashinfer-python')}; attention runs on it from Ampere on, in bfloat16 and float16")
     ]

@@ -88,7 +88,11 @@ def _blocking(
 ) -> Callable[Concatenate[Client, P], T]:
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._loop.run(method(self._client, *args, **kwargs))
+        try:
+            work = method(self._client, *args, **kwargs)
+        except TypeError as error:  # nothing runs yet: the arguments do not fit
+            raise TypeError(str(error).replace(method.__qualname__, f"Client.{method.__name__}")) from None
+        return self._loop.run(work)
 
     return call
 

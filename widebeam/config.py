@@ -1,19 +1,23 @@
-"""Every setting, as one frozen tree. Precedence: defaults < TOML file < WIDEBEAM_* environment < flags (see cli.py)."""
+"""Every setting, as one frozen tree. settings.py says where they come from, and reference.py tells them to users."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from widebeam.errors import ConfigError
+from widebeam.faults import find_fault, value_at
 
 Positive = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 MAX_BEAM_WIDTH = 5000
 MAX_LEVELS = 512
 MAX_GIB = 1024
+ALIASES = {"--max-model-len": "--max-context-len"}
+"""Flags that vLLM spells otherwise."""
 API_KEY_VARIABLE = "WIDEBEAM_API_KEY"
 """Environment variable with a client's key; no setting of the server."""
 
@@ -22,13 +26,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What the engine needs: the model, the catalog and the limits of a search."""
 
     model: str
-    """A local folder or a Hugging Face id of a Qwen3, Qwen2 or Qwen2.5 dense checkpoint (safetensors only)."""
+    """A local folder or a Hugging Face id of a Qwen3, Qwen2 or Qwen2.5 dense checkpoint (safetensors only). The first
+    argument of a command, too."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face model; resolved once for all files."""
     catalog: str | tuple[str, ...] | None = None
-    """Catalog file, or URI of one in object storage, or several: parquet, JSONL, MiniOneRec index.json or packed
-    sid2pid JSON. Requests choose one by its name: the file's without its ending, or NAME if this says NAME=FILE.
-    Without any, every token is legal."""
+    """Catalog file, or URI of one in object storage, or several, behind one flag or several: parquet, JSONL, MiniOneRec
+    index.json or packed sid2pid JSON. Requests choose one by its name: the file's without its ending, or NAME if this
+    says NAME=FILE. Without any, every token is legal."""
     catalog_memory_gib: Annotated[float, Meta(ge=0, le=MAX_GIB)] = 1.0
     """Memory on the device for the prefix trees of all catalogs, 20 bytes a node; a new version lies beside the one
     before. `widebeam catalog inspect` says what one takes."""
@@ -141,20 +146,34 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """File of API keys, one a line (# comments), at least 16 characters each. With it every route but /health and
     /ready needs one of them as a bearer token."""
     admin_api_key_file: str | None = None
-    """The same for administrators: settings, cache and abort_all then need a key of this file, which is good for
-    everything else too."""
+    """The same for administrators: settings, catalogs and their changes, cache and abort_all then need a key of this
+    file, which is good for everything else too."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole tree."""
+    """Serve a model over HTTP."""
 
     engine: EngineConfig
     server: ServerConfig = ServerConfig()
 
 
-def convert(tree: dict[str, Any], kind: type[Any] = Config) -> Any:
-    """Validate a plain dict into a settings struct (the struct's constructor does not check bounds)."""
+def changed(settings: msgspec.Struct) -> str:
+    """The settings that are not at their defaults, for a line of the log."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(settings)}
+    made = {name: value for name, value in msgspec.structs.asdict(settings).items() if value != defaults[name]}
+    return ", ".join(f"{name}={value!r}" for name, value in made.items()) or "none"
+
+
+def convert(tree: dict[str, Any], kind: type[Any] = Config, spelt: Callable[[str], str] = str) -> Any:
+    """Validate a plain dict into a settings struct (the struct's constructor does not check bounds).
+
+    `spelt`: how whoever made it writes a setting, from its place in the tree. Raises ConfigError.
+    """
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {error}") from None
+        fault = find_fault(error, kind)
+        name = spelt(fault.place)
+        if fault.unknown:
+            raise ConfigError(f"bad setting: there is no {name}{fault.words}") from None
+        raise ConfigError(f"bad setting: {name} {value_at(tree, fault.place)!r}: {fault.words}") from None

@@ -164,3 +164,8 @@ class CatalogError(StartupError):
 
 class CatalogUnreachable(CatalogError):
     """An object store did not give a catalog, or not in one piece; another time it may."""
+
+
+def how_to_install(extra: str) -> str:
+    """What brings an extra's packages along; WideBeam itself is on no package index."""
+    return f"pip install -e '.[{extra}]' in a clone of WideBeam"

@@ -36,10 +36,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the command."""
+    """Answer one request without a server, and print the answer as JSON."""
 
-    engine: EngineConfig
     request: Request = Request()
+    engine: EngineConfig
     server: ServerConfig = ServerConfig()
     """Not used here; one file or environment may hold all settings."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,22 +12,31 @@ from typing import Any, TypeVar
 import msgspec
 import tyro
 
-from widebeam.config import API_KEY_VARIABLE, EngineConfig, ServerConfig, convert
+from widebeam.config import ALIASES, API_KEY_VARIABLE, EngineConfig, ServerConfig, convert
 from widebeam.errors import ConfigError
+from widebeam.faults import did_you_mean, find_fault
+from widebeam.reference import help_text
 
 ENVIRONMENT = "WIDEBEAM_"
 SECTIONS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "server": ServerConfig}
-ALIASES = {"--max-model-len": "--max-context-len"}
-"""Flags that vLLM spells otherwise."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[str, str] = os.environ) -> T:
+def parse(
+    kind: type[T],
+    arguments: list[str],
+    prog: str,
+    environment: Mapping[str, str] = os.environ,
+    unused: tuple[str, ...] = (),
+) -> T:
     """A settings tree from flags over the environment over a TOML file. Raises ConfigError; --help exits.
 
-    The first argument, unless it is a flag, is the model.
+    The first argument, unless it is a flag, is the model. `unused`: sections that the command takes and ignores.
     """
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        print(help_text(kind, prog, unused), end="")
+        sys.exit(0)
     flags = _gathered([_canonical(argument) for argument in arguments], "--catalog")
     if flags and not flags[0].startswith("-"):
         if any(flag.partition("=")[0] == "--model" for flag in flags):
@@ -38,12 +48,12 @@ def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[s
     tree.setdefault("engine", {}).setdefault("model", "")
     settings = tyro.cli(
         tyro.conf.OmitArgPrefixes[kind],  # type: ignore[valid-type,misc]
-        default=convert(tree, kind),
+        default=convert(tree, kind, lambda place: f"{place} in {file}"),
         args=flags,
         prog=prog,
         config=(tyro.conf.OmitSubcommandPrefixes,),
     )
-    checked = convert(msgspec.to_builtins(settings), kind)
+    checked = convert(msgspec.to_builtins(settings), kind, _flag)
     if not checked.engine.model:
         raise ConfigError(f"no model: {prog}")
     return checked
@@ -51,7 +61,12 @@ def parse(kind: type[T], arguments: list[str], prog: str, environment: Mapping[s
 
 def parse_flags(kind: type[Any], flags: list[str], prog: str) -> Any:
     """A struct of flags alone, with its bounds checked. Raises ConfigError; --help exits."""
-    return convert(msgspec.to_builtins(tyro.cli(kind, args=flags, prog=prog)), kind)
+    return convert(msgspec.to_builtins(tyro.cli(kind, args=flags, prog=prog)), kind, _flag)
+
+
+def _flag(place: str) -> str:
+    """The flag of a setting, whatever its section: names are unique over all of them."""
+    return "--" + place.rpartition(".")[2].replace("_", "-")
 
 
 def _canonical(argument: str) -> str:
@@ -109,11 +124,11 @@ def _add_environment(tree: dict[str, Any], environment: Mapping[str, str]) -> No
         if not name.startswith(ENVIRONMENT) or name == API_KEY_VARIABLE:
             continue
         if name not in homes:
-            raise ConfigError(f"environment variable {name} is no setting")
+            raise ConfigError(f"environment variable {name} is no setting{did_you_mean(name, list(homes))}")
         section, field = homes[name]
         struct = SECTIONS[section]
         kind = next(one.type for one in msgspec.structs.fields(struct) if one.name == field)
         try:
             tree.setdefault(section, {})[field] = msgspec.convert(value, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"environment variable {name}: {error}") from None
+            raise ConfigError(f"environment variable {name} {value!r}: {find_fault(error, kind).words}") from None

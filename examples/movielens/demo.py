@@ -56,7 +56,7 @@ def main() -> int:
     print(metrics.table(rows))
     exact = ", ".join(f"{name} {value:.4f}" for name, value in trained["test"]["WideBeam model"].items())
     print(f"\nWith every movie scored instead of searched (metrics.json): {exact}")
-    print(f"{time.perf_counter() - started:.0f} s")
+    print(f"{time.perf_counter() - started:.0f} s\n\n{how_to_go_on(log, catalog)}")
     return 0 if all(served[name] > value for name, value in rows["most popular"].items()) else 1
 
 
@@ -79,6 +79,22 @@ def serving(checkpoint: Path, catalog: Path, device: str) -> Iterator[str]:
     finally:
         server.terminate()
         server.communicate()
+
+
+def how_to_go_on(log: data.Log, catalog: Path) -> str:
+    """The commands that serve the same again and ask for the first user."""
+    widebeam = Path(sys.executable).with_name("widebeam")
+    server, checkpoint, items = map(_shown, (widebeam, HERE / "checkpoint", catalog))
+    newest = [log.movies[row].item_id for row in log.histories[0][-3:]]
+    body = json.dumps({"history": newest, "n": 3, "fields": ["title"]})
+    return (
+        f"Serve it yourself:\n  {server} serve {checkpoint} --catalog {items}\n"
+        f"and in another terminal:\n  curl -s localhost:8000/v1/recommend -d '{body}'"
+    )
+
+
+def _shown(path: Path) -> str:
+    return str(path).removeprefix(f"{REPOSITORY}/")
 
 
 def show(log: data.Log, url: str, users: list[str]) -> None:

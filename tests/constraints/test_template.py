@@ -134,8 +134,8 @@ def test_equals_the_real_tokenizer_on_the_whole_text(checkpoint: Path, catalog_f
         ({"item": "{title!r}{sid}"}, "a placeholder is a column's name in braces"),
         ({"item": "{title:>9}"}, "a placeholder is a column's name in braces"),
         ({"item": "text {{sid}}"}, "template.item must name {sid} or a column"),
-        ({"max_items": 0}, "Expected `int` >= 1 - at `$.template.max_items`"),
-        ({"sep": ","}, "Object contains unknown field `sep` - at `$.template`"),
+        ({"max_items": 0}, "template.max_items: expected int >= 1"),
+        ({"sep": ","}, "unknown field 'template.sep'"),
         ({"item": "{titel}"}, "template.item: no metadata column 'titel' (did you mean 'title'?); there are: title"),
     ],
 )

@@ -116,4 +116,4 @@ def test_without_ray_the_extra_is_named() -> None:
         text=True,
         check=False,
     )
-    assert done.returncode != 0 and "widebeam[ray]" in done.stderr.splitlines()[-1]
+    assert done.returncode != 0 and "-e '.[ray]'" in done.stderr.splitlines()[-1]

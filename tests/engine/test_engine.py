@@ -226,8 +226,8 @@ async def test_a_stopped_engine_answers_what_still_waits(checkpoint: Path) -> No
     await asyncio.sleep(0)
     await engine.stop()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    assert any(isinstance(outcome, EngineDead) for outcome in outcomes)
-    assert all(isinstance(outcome, EngineDead) or outcome.sequences for outcome in outcomes)  # type: ignore[union-attr]
+    assert any(isinstance(outcome, Draining) for outcome in outcomes)
+    assert all(isinstance(outcome, Draining) or outcome.sequences for outcome in outcomes)  # type: ignore[union-attr]
 
 
 FAULTS = {

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from widebeam import Engine, SearchParams
-from widebeam.errors import CatalogError, ConfigError, DeadlineExceeded, EngineDead, EngineError, InvalidRequest
+from widebeam.errors import (
+    CatalogError,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+)
 
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -81,7 +89,7 @@ async def test_stopping_ends_a_long_search_at_its_next_piece(checkpoint: Path) -
     running = asyncio.create_task(engine.submit([5] * 20, LONG))
     await started(engine, running)
     await engine.stop()
-    with pytest.raises(EngineDead):
+    with pytest.raises(Draining):
         await running
     assert int(engine._runtime.core.state.level) < 450
     engine._runtime.check_integrity()
@@ -227,6 +235,41 @@ async def test_a_prompt_that_the_pool_can_never_hold(checkpoint: Path) -> None:
             await engine.submit([5] * 129, SearchParams(max_new_tokens=1))
         wave = [engine.submit([5 + i] * 100, SearchParams(max_new_tokens=2)) for i in range(4)]
         assert all(result.sequences for result in await asyncio.gather(*wave))
+
+
+@pytest.mark.parametrize(
+    "small",
+    [{"max_total_tokens": 10, "page_size": 16}, {"max_waiting_tokens": 16, "page_size": 16}],
+    ids=lambda s: next(iter(s)),
+)
+async def test_a_history_is_cut_to_what_the_pool_holds(
+    checkpoint: Path, catalog_file: Path, small: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    history = [f"item-{number}" for number in range(1, 27)]
+    async with Engine(str(checkpoint), catalog=str(catalog_file), **(SMALL | small)) as engine:
+        made = await engine.recommend(history=history, n=2)
+        newest = await engine.recommend(history=history[-made.num_history :], n=2)
+        with pytest.raises(InvalidRequest):
+            await engine.recommend(input_ids=[5] * 17, n=2)
+    assert 0 < made.num_history < 26 and made.result.prompt_tokens <= 16
+    assert made.items == newest.items and newest.result.warnings == []
+    assert f"only the newest {made.num_history} of" in made.result.warnings[0]
+    assert "prompts of over 16 tokens are refused" in caplog.text
+
+
+async def test_a_start_says_what_there_is(
+    checkpoint: Path, catalog_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "widebeam")
+    settings = SMALL | {"max_total_tokens": 500, "page_size": 16}
+    async with Engine(str(checkpoint), catalog=str(catalog_file), **settings) as engine:
+        effective = engine.settings
+    made = next(line for line in caplog.messages if line.startswith("settings that are not defaults"))
+    assert all(words in made for words in ("device='cpu'", "max_wave_rows=256", "page_size=16", "max_total_tokens=500"))
+    assert "hang_timeout_s" not in made
+    assert any("context KV 32 pages, 512 tokens" in line for line in caplog.messages)
+    assert any("catalog 'items' at version 1: 60 items" in line for line in caplog.messages)
+    assert (effective["max_total_tokens"], effective["page_size"]) == (512, 16)
 
 
 def test_a_failed_start_leaves_the_blocking_engine_usable(checkpoint: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -25,6 +26,8 @@ import demo  # noqa: E402
 import metrics  # noqa: E402
 import train  # noqa: E402
 from model import ExactScorer, new_model  # noqa: E402
+
+from widebeam import Client  # noqa: E402
 
 MOVIES = 40
 MICRO = train.Recipe(
@@ -218,6 +221,12 @@ def test_the_served_model_ranks_as_the_exact_scores_do(
     with demo.serving(trained / "checkpoint", trained / "movies.jsonl", "cpu") as url:
         demo.show(log, url, ["3", "11"])
         served = asyncio.run(demo.evaluate(log, url))
+        told = demo.how_to_go_on(log, trained / "movies.jsonl")
+        body = json.loads(re.findall(r"curl -s localhost:8000/v1/recommend -d '(.*)'", told)[0])
+        with Client(url) as client:
+            answer = client.recommend(**body)
+    assert answer.warnings == [] and len(answer.items) == len(body["history"]) == 3
+    assert f"serve {EXAMPLE.relative_to(demo.REPOSITORY) / 'checkpoint'} --catalog" in told
     exact = json.loads((trained / "metrics.json").read_text())["test"]["WideBeam model"]
     assert served == pytest.approx(exact, abs=1e-3)
     assert served["recall@10"] > 0

@@ -46,7 +46,16 @@ def test_health_and_facts(service: Service) -> None:
     facts = service.get("/server_info").json
     assert set(facts) == set(service.get("/get_server_info").json)
     assert facts["catalogs"] == ["items"] and facts["max_beam_width"] == 5000 and facts["port"] == 0
+    chosen = {name: facts[name] for name in ("device", "dtype", "kv_cache_dtype", "attention_backend", "quantization")}
+    assert chosen == {
+        "device": "cpu", "dtype": "float32", "kv_cache_dtype": "float32", "attention_backend": "torch",
+        "quantization": "none",
+    }  # fmt: skip
     (state,) = facts["internal_states"]
+    for budget, most in state["in_flight_limits"].items():
+        assert facts[f"max_waiting_{budget}"] == most
+    assert facts["max_context_len"] == 512 and facts["max_total_tokens"] >= facts["max_wave_tokens"]
+    assert facts["beam_kv_tokens"] == 4 * facts["max_wave_rows"]
     assert state["requests_in_flight"] == 0 and state["requests_done"] > 0
 
 

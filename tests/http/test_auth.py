@@ -148,7 +148,7 @@ def test_only_one_well_formed_header_counts(closed: Service) -> None:
 
 def test_the_document_says_which_routes_need_a_key(closed: Service) -> None:
     document = closed.call("GET", "/openapi.json", headers=bearer(USER)).json
-    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     for path, methods in document["paths"].items():
         for operation in methods.values():
             assert operation.get("security") == (None if path in PROBES else [{"key": []}])

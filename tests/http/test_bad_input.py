@@ -30,9 +30,9 @@ def sampling(**fields: Any) -> dict[str, Any]:
 CASES: list[tuple[str, Any, str, str | None]] = [
     # empty prompt
     (RECOMMEND, {"input_ids": []}, "empty_prompt", "input_ids"),
-    (RECOMMEND, {"prompt": ""}, "empty_prompt", "input_ids"),
+    (RECOMMEND, {"prompt": ""}, "empty_prompt", "prompt"),
     (RECOMMEND, {"messages": []}, "invalid_request", "messages"),
-    (GENERATE, {"text": ""}, "empty_prompt", "input_ids"),
+    (GENERATE, {"text": ""}, "empty_prompt", "text"),
     (GENERATE, {"input_ids": []}, "empty_prompt", "input_ids"),
     (CHAT, {"messages": []}, "invalid_request", "messages"),
     (CHAT, {"input_ids": []}, "empty_prompt", "input_ids"),
@@ -52,7 +52,7 @@ CASES: list[tuple[str, Any, str, str | None]] = [
     (GENERATE, {"input_ids": LONG}, "context_too_long", "input_ids"),
     (GENERATE, {"input_ids": LONG, "catalog": "none", "sampling_params": {"max_new_tokens": None, "temperature": 0}},
      "context_too_long", "input_ids"),
-    (CHAT, {"messages": [{"role": "user", "content": "a " * 600}]}, "context_too_long", "input_ids"),
+    (CHAT, {"messages": [{"role": "user", "content": "a " * 600}]}, "context_too_long", "messages"),
     # width
     (RECOMMEND, {"input_ids": IDS, "beam_width": 0}, "invalid_request", "beam_width"),
     (RECOMMEND, {"input_ids": IDS, "beam_width": 5001}, "invalid_request", "beam_width"),
@@ -60,10 +60,14 @@ CASES: list[tuple[str, Any, str, str | None]] = [
     (RECOMMEND, {"input_ids": IDS, "n": 0}, "invalid_request", "n"),
     (GENERATE, sampling(beam_width=0), "invalid_request", "sampling_params.beam_width"),
     (GENERATE, sampling(beam_width=4, n=5), "invalid_request", "sampling_params.n"),
-    (GENERATE, sampling(beam_width=65) | {"catalog": "none"}, "beam_too_wide", "beam_width"),
+    (GENERATE, sampling(beam_width=65) | {"catalog": "none"}, "beam_too_wide", "sampling_params.beam_width"),
+    (GENERATE, sampling(n=65, temperature=0) | {"catalog": "none"}, "beam_too_wide", "sampling_params.n"),
+    (GENERATE, {"input_ids": IDS, "beam_width": 65, "catalog": "none"}, "beam_too_wide", "beam_width"),
+    (CHAT, {"input_ids": IDS, "n": 65, "temperature": 0, "catalog": "none"}, "beam_too_wide", "n"),
     # depth
-    (GENERATE, sampling(n=2, max_new_tokens=2), "depth_mismatch", "max_new_tokens"),
-    (CHAT, {"input_ids": IDS, "max_tokens": 2}, "depth_mismatch", "max_new_tokens"),
+    (GENERATE, sampling(n=2, max_new_tokens=2), "depth_mismatch", "sampling_params.max_new_tokens"),
+    (CHAT, {"input_ids": IDS, "max_tokens": 2}, "depth_mismatch", "max_tokens"),
+    (CHAT, {"input_ids": IDS, "max_completion_tokens": 2}, "depth_mismatch", "max_completion_tokens"),
     (RECOMMEND, {"input_ids": IDS, "policy": {"name": "scheduled", "widths": [4] * 4}}, "invalid_request",
      "policy.widths"),
     # names
@@ -73,7 +77,7 @@ CASES: list[tuple[str, Any, str, str | None]] = [
     (CHAT, {"input_ids": IDS, "policy": {"name": "ghost"}}, "unknown_policy", "policy.name"),
     (RECOMMEND, {"input_ids": IDS, "normalizer": "softmax"}, "invalid_request", "normalizer"),
     (RECOMMEND, {"input_ids": IDS, "fields": ["ghost"]}, "unknown_field", "fields"),
-    (RECOMMEND, {"input_ids": IDS, "policy": {}}, "invalid_request", "policy"),
+    (RECOMMEND, {"input_ids": IDS, "policy": {}}, "invalid_request", "policy.name"),
     # fields that a dialect does not have
     (RECOMMEND, {"input_ids": IDS, "sampling_params": {}}, "unknown_field", "sampling_params"),
     (RECOMMEND, {"input_ids": IDS, "policy": {"name": "fixed", "width": 3}}, "unknown_field", "policy.width"),
@@ -124,6 +128,8 @@ def test_bad_requests(steady: Service, path: str, body: Any, code: str, param: s
     assert answer.status == (404 if code == "unknown_catalog" else 400), answer.content
     error = error_of(answer, path)
     assert (error["code"], error["param"]) == (code, param)
+    if code == "depth_mismatch":
+        assert error["message"].startswith(f"{param} is 2, but items of catalog")
     assert error["message"] and "Traceback" not in error["message"]
 
 

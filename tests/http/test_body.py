@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -10,6 +10,10 @@ from msgspec import Meta
 
 from widebeam.errors import InvalidRequest
 from widebeam.http.body import Neutral, decode, event_stream, known_fields, refuse_unsupported
+from widebeam.http.catalog_protocol import RollBack
+from widebeam.http.openai import ChatRequest
+from widebeam.http.protocol import RecommendRequest
+from widebeam.http.sglang import GenerateRequest
 
 OFF: Neutral = {"grammar": (), "offset": (-1,), "metrics": (True,)}
 
@@ -67,8 +71,53 @@ def test_refusals_name_the_field(body: bytes, code: str, param: str | None) -> N
     assert (error.code, error.param) == (code, param)
 
 
-def test_an_unknown_field_gets_a_hint() -> None:
-    assert "did you mean 'metrics'" in refusal(b'{"metric": true}').message
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (Body, {"metric": True}, "unknown field 'metric'; did you mean 'metrics'?"),
+        (Body, {"items": [{}, {"widht": 2}]}, "unknown field 'items[1].widht'; did you mean 'width'?"),
+        (ChatRequest, {"beam": 3}, "unknown field 'beam'; did you mean 'beam_width'?"),
+        (GenerateRequest, {"sampling_params": {"beam": 3}},
+         "unknown field 'sampling_params.beam'; did you mean 'beam_width'?"),
+        (RecommendRequest, {"beam": 3}, "unknown field 'beam'; did you mean 'beam_width'?"),
+        (RecommendRequest, {"k": 3}, "unknown field 'k'; did you mean 'n' or 'beam_width'?"),
+        (RecommendRequest, {"top_k": 3}, "unknown field 'top_k'; did you mean 'n' or 'beam_width'?"),
+        (RecommendRequest, {"zzz": 3}, "unknown field 'zzz'"),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_gets_a_hint(kind: type[msgspec.Struct], body: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(msgspec.json.Decoder(kind), msgspec.json.encode(body))
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "message"),
+    [
+        (RecommendRequest, {"normalizer": "softmax"}, "normalizer",
+         "normalizer: 'softmax' is none of: legal, level, vocab"),
+        (RecommendRequest, {"filters": {"where": [{"column": "a", "op": "~", "value": 1}]}}, "filters.where[0].op",
+         "filters.where[0].op: '~' is none of: !=, <, <=, ==, >, >=, contains, in, not_in"),
+        (ChatRequest, {"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role",
+         "messages[0].role: 'tool' is none of: assistant, system, user"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]},
+         "messages[0].content[0].type", "messages[0].content[0].type: 'image' is none of: text"),
+        (RollBack, {}, "version", "version: it must be given"),
+        (RecommendRequest, {"n": 0}, "n", "n: expected int >= 1"),
+        (RollBack, [], None, "expected object, got array"),
+    ],
+)  # fmt: skip
+def test_refusals_say_what_would_be_right(
+    kind: type[msgspec.Struct], body: Any, param: str | None, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(msgspec.json.Decoder(kind), msgspec.json.encode(body))
+    assert (caught.value.param, caught.value.message) == (param, message)
+
+
+def test_a_body_that_ends_too_early_is_told_from_none() -> None:
+    assert refusal(b" ").message == "the body is not valid JSON: it is empty"
+    assert refusal(b'{"n": ').message == "the body is not valid JSON: it ends too early"
 
 
 @pytest.mark.parametrize("value", ["null", "false", '""', "[]", "{}", "[null, false]"])

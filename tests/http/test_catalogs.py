@@ -368,6 +368,17 @@ def left_over() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("widebeam-*"))
 
 
+def test_an_upload_without_its_format_is_told_of_it(subject: Subject, tmp_path: Path) -> None:
+    file = parquet(tmp_path / "x", [ROW])
+    told = subject.put(file).json["error"]["message"]
+    assert "not UTF-8" in told and "a file needs its format in the query: parquet, jsonl" in told
+    error = subject.put(file, "?format=csv").json["error"]
+    assert (error["param"], error["message"]) == (
+        "format",
+        "format: 'csv' is none of: jsonl, minionerec, parquet, sid2pid",
+    )
+
+
 def test_files_are_uploaded(subject: Subject, tmp_path: Path) -> None:
     before = left_over()
     rows = [ROW, ROW | {"item_id": "other", "popularity": 9}]

@@ -204,7 +204,7 @@ def test_warnings_are_told_once(service: Service) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
-        ({}, "invalid_request", None),
+        ({}, "invalid_request", "prompt"),
         ({"prompt": None}, "invalid_request", "prompt"),
         ({"prompt": ""}, "empty_prompt", "prompt"),
         ({"prompt": []}, "empty_prompt", "prompt"),
@@ -220,6 +220,9 @@ def test_warnings_are_told_once(service: Service) -> None:
         ({"prompt": "a", "best_of": 2}, "invalid_request", "best_of"),
         ({"prompt": "a", "logprobs": 21}, "invalid_request", "logprobs"),
         ({"prompt": "a", "max_tokens": 0}, "invalid_request", "max_tokens"),
+        ({"prompt": "a", "max_tokens": 1}, "depth_mismatch", "max_tokens"),
+        ({"prompt": ["a"], "max_tokens": 1}, "depth_mismatch", "max_tokens"),
+        ({"prompt": "a", "logprobs": 2, "normalizer": "legal"}, "invalid_request", "logprobs"),
         ({"prompt": "a", "stream_options": {}}, "invalid_request", "stream_options"),
         ({"prompt": "a", "messages": []}, "unknown_field", "messages"),
         ({"prompt": "a", "n": 3, "beam_width": 2}, "invalid_request", "n"),
@@ -230,6 +233,7 @@ def test_refusals(service: Service, body: dict[str, Any], code: str, param: str 
     assert answer.status == 400
     assert set(answer.json) == {"error"} and set(answer.json["error"]) == {"message", "type", "param", "code"}
     assert (answer.json["error"]["code"], answer.json["error"]["param"]) == (code, param)
+    assert "of the batch" not in answer.json["error"]["message"]
 
 
 def test_a_bad_prompt_is_named(service: Service, sdk: openai.OpenAI) -> None:

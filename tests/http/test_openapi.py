@@ -45,6 +45,27 @@ def test_the_document_is_valid() -> None:
         schemathesis.openapi.from_dict(OPEN | {"info": {}}).validate()
 
 
+def test_fields_keys_and_headers_are_described() -> None:
+    schemas = OPEN["components"]["schemas"]
+    assert schemas["RecommendRequest"]["properties"]["history"]["description"].startswith("Item ids, oldest first")
+    sampling = schemas["SamplingParams"]["properties"]
+    assert sampling["max_new_tokens"]["description"].startswith("Unset: 128")
+    assert sampling["sampling_seed"]["description"].startswith("The same seed draws the same texts")
+    assert (
+        "length ** length_penalty None: 1.0"
+        in schemas["RecommendRequest"]["properties"]["length_penalty"]["description"]
+    )
+    fields = [field for schema in schemas.values() for field in schema.get("properties", {}).values()]
+    assert sum("description" in field for field in fields) > 100
+    recommend = OPEN["paths"]["/v1/recommend"]["post"]
+    assert OPEN["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert recommend["security"] == [{}, {"key": []}] and {"401", "403"} <= set(recommend["responses"])
+    assert describe(Keyring(user=(b"",)))["paths"]["/v1/recommend"]["post"]["security"] == [{"key": []}]
+    assert "security" not in OPEN["paths"]["/health"]["get"]
+    assert {"x-request-id", "x-catalog-version"} == set(recommend["responses"]["200"]["headers"])
+    assert "x-session-id" in {parameter["name"] for parameter in recommend["parameters"]}
+
+
 # Requests made up from the document
 
 

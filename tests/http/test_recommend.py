@@ -87,6 +87,8 @@ def test_unknown_items_are_counted_or_refused(service: Service) -> None:
     (warning,) = found["warnings"]
     assert "2 history items" in warning and "ghost" in warning and "404" in warning
     assert found["items"] == service.post("/v1/recommend", {"history": ["item-1"], "n": 2}).json["items"]
+    (warning,) = service.post("/v1/recommend", body | {"history": ["item-1", "ghost"]}).json["warnings"]
+    assert warning.startswith("1 history item is not in the catalog")
     refused = service.post("/v1/recommend", body | {"unknown_items": "refuse"})
     assert refused.status == 400
     assert refused.json["error"]["code"] == "unknown_item" and refused.json["error"]["param"] == "history"

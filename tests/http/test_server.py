@@ -60,7 +60,9 @@ def test_a_drain_may_be_told_before_work_is_refused(checkpoint: Path, catalog_fi
         assert accepted.result(10).status == 200 and drained.result(10) is True
 
 
-def test_a_drain_that_takes_too_long_answers_503(checkpoint: Path, catalog_file: Path) -> None:
+def test_a_drain_that_takes_too_long_answers_503(
+    checkpoint: Path, catalog_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         running_service(checkpoint, catalog_file, drain_timeout_s=0.05) as service,
         ThreadPoolExecutor(2) as pool,
@@ -73,7 +75,11 @@ def test_a_drain_that_takes_too_long_answers_503(checkpoint: Path, catalog_file:
         wait_until(lambda: service.engine.state == "stopped")
         assert not stopped.done()
     answer = accepted.result(10)
-    assert (answer.status, answer.json["error"]["code"]) == (503, "engine_dead")
+    assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
+    assert "drain timeout: 0.05 s have passed, and requests in flight are 1" in caplog.messages
+    assert any(line.startswith("searches that end unfinished: 1 (the server was stopped") for line in caplog.messages)
+    ended = service.engine.stats().searches
+    assert (ended["draining"], ended["engine_dead"]) == (1, 0)
 
 
 def test_twice_what_the_budgets_allow(checkpoint: Path, catalog_file: Path) -> None:

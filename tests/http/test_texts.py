@@ -169,7 +169,7 @@ def test_without_a_tokenizer_there_are_ids_alone(checkpoint: Path, tmp_path: Pat
             [""] * 4,
             [0] * 4,
         )
-        for sampling, param in (({"stop": "a"}, "sampling_params.stop"), ({}, "input_ids")):
+        for sampling, param in (({"stop": "a"}, "sampling_params.stop"), ({}, "text")):
             prompt = {"input_ids": IDS} if sampling else {"text": "a"}
             refused = service.post("/generate", {**prompt, "sampling_params": sampling})
             assert (refused.status, refused.json["error"]["code"]) == (400, "no_tokenizer")

@@ -155,8 +155,8 @@ def test_what_cannot_be_had_is_refused(service: Service, fields: Any, param: str
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str, str]] = [
-    ({"n": 65}, "beam_width", "beam_too_wide"),
-    ({"max_tokens": 2}, "max_new_tokens", "depth_mismatch"),
+    ({"n": 65}, "n", "beam_too_wide"),
+    ({"max_tokens": 2}, "max_tokens", "depth_mismatch"),
     ({"policy": {"name": "none"}}, "policy.name", "unknown_policy"),
     ({"policy": {"name": "scheduled", "widths": [4, 4, 1]}}, "n", "invalid_request"),
     ({"normalizer": "legal", "logprobs": True, "top_logprobs": 2}, "top_logprobs", "invalid_request"),

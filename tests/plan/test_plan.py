@@ -89,6 +89,7 @@ def test_a_plan_as_json_and_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(bf16)["memory"]["history_mib"] == 2 * room["history_mib"]
     _, out, _ = asked("--gpu", "l40s", "--width", "32", capsys=capsys)
     assert "NOT measured" in out and "requests/s" in out
+    assert "the whole vocabulary" in out and "1.25 GiB, which is taken without a catalog, too" in out
 
 
 def test_a_checkpoint_folder_is_read(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

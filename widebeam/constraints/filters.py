@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ import pyarrow as pa
 from widebeam.constraints.filter_spec import Filters, Predicate
 from widebeam.constraints.predicates import bind, matches
 from widebeam.errors import InvalidRequest
+from widebeam.faults import find_fault
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
@@ -172,8 +172,8 @@ def _checked(filters: Filters) -> Filters:
     try:
         return msgspec.json.decode(msgspec.json.encode(filters), type=Filters)
     except msgspec.ValidationError as error:
-        path = re.search(r"`\$([^`]*)`$", str(error))
-        raise InvalidRequest(str(error), param=f"filters{path[1] if path else ''}") from None
+        fault = find_fault(error, Filters).under("filters")
+        raise InvalidRequest(fault.text, param=fault.place) from None
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"filters must be values of JSON: {error}", param="filters") from None
 

@@ -12,6 +12,7 @@ from widebeam.constraints.filter_spec import MAX_PREDICATES, FilterName, Predica
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import MAX_VERSION
 from widebeam.errors import CatalogError
+from widebeam.faults import find_fault, why_no_json
 
 SidForm = Literal["codes", "token_ids", "tokens"]
 Marker = Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -123,5 +124,7 @@ def find_header(path: Path, embedded: bytes | None) -> tuple[Header, str | None]
 def _decode(text: bytes, place: str) -> Header:
     try:
         return msgspec.json.decode(text, type=Header)
+    except msgspec.ValidationError as error:
+        raise CatalogError(f"{place}: {find_fault(error, Header).text}") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise CatalogError(f"{place}: {error}") from None
+        raise CatalogError(f"{place}: not valid JSON: {why_no_json(error, text)}") from None

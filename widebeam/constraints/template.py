@@ -35,7 +35,8 @@ class HistoryPrompt(msgspec.Struct, frozen=True, kw_only=True):
         """What of the history did not reach the prompt, in words."""
         found = []
         if self.unknown:
-            found.append(f"{len(self.unknown)} history items are not in the catalog: {self.unknown[:5]}")
+            items = "1 history item is" if len(self.unknown) == 1 else f"{len(self.unknown)} history items are"
+            found.append(f"{items} not in the catalog: {self.unknown[:5]}")
         if self.num_dropped:
             known = self.num_used + self.num_dropped
             found.append(f"history: only the newest {self.num_used} of {known} known items fit the prompt")

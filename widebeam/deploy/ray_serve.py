@@ -17,7 +17,7 @@ from aiohttp import hdrs
 from yarl import URL
 
 from widebeam.deploy.ray_config import ROWS, RayConfig, deployment_options, engine_config, read_config, server_config
-from widebeam.errors import Conflict
+from widebeam.errors import Conflict, how_to_install
 from widebeam.http.logs import configure
 from widebeam.http.middleware import ID_HEADER
 from widebeam.http.protocol import ErrorBody, ErrorInfo
@@ -28,7 +28,7 @@ try:
     from starlette.requests import Request
     from starlette.responses import Response, StreamingResponse
 except ImportError as error:
-    raise ImportError(f"widebeam.deploy.ray_serve needs Ray: pip install 'widebeam[ray]' ({error})") from error
+    raise ImportError(f"widebeam.deploy.ray_serve needs Ray: {how_to_install('ray')} ({error})") from error
 
 if TYPE_CHECKING:
     from ray.serve import Application

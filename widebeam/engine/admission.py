@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import secrets
 import time
 import uuid
@@ -20,6 +19,7 @@ from widebeam.engine.request import Normalizer, Sampling, SearchParams
 from widebeam.engine.wave import Search
 from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.errors import InvalidRequest
+from widebeam.faults import find_fault
 from widebeam.kv.prefix import Prefix
 from widebeam.policies import LevelPlan, level_plan
 
@@ -36,8 +36,8 @@ def make_params(fields: dict[str, Any]) -> SearchParams:
     try:
         return msgspec.convert(fields, SearchParams)
     except msgspec.ValidationError as error:
-        field = re.search(r"`\$\.([\w.]+)", str(error))
-        raise InvalidRequest(str(error), param=field[1] if field else None) from None
+        fault = find_fault(error, SearchParams)
+        raise InvalidRequest(fault.text, param=fault.place or None) from None
 
 
 def _not_finite(value: Any, place: str = "") -> str:

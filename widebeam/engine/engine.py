@@ -19,6 +19,7 @@ from widebeam.constraints.catalogs import Catalogs, catalog_files
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.engine.blocking import Blocking
 from widebeam.engine.budgets import Budgets
+from widebeam.engine.effective import effective_settings, log_start
 from widebeam.engine.job import Outcome
 from widebeam.engine.limits import Limits
 from widebeam.engine.live_catalogs import LiveCatalogs
@@ -98,6 +99,7 @@ class Engine(Searching, Recommending, Blocking):
                 self.config, self.model_config, self.tokenizer, self.max_context_len, self._runtime.limits
             )
             self._budgets = Budgets(self._limits.budgets)
+            self._limits.warn()
             vocabulary = Vocabulary(self.tokenizer.token_id if self.tokenizer else None, self._limits.vocab_size)
             deepest = min(self.config.max_levels, self.max_context_len - 1)
             self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._make_searchable)
@@ -111,6 +113,7 @@ class Engine(Searching, Recommending, Blocking):
             raise
         if self.state != "starting":
             raise EngineDead("the engine was stopped while it started")
+        log_start(self)
         self.state = "ready"
 
     def _read_checkpoint(self) -> Path:
@@ -169,9 +172,10 @@ class Engine(Searching, Recommending, Blocking):
             self.state = "draining"
 
     async def stop(self) -> None:
-        """End the worker. Whatever waits, or is in the middle of a long search, is answered with EngineDead."""
+        """End the worker. Whatever waits, or is in the middle of a long search, is answered with Draining."""
         if self.state != "dead":
             self.state = "stopped"
+            self._waiting.answer_all(Draining("the server was stopped before this search had ended", retry_after_s=1.0))
         if hasattr(self, "live"):
             self.live.close()
         if hasattr(self, "_worker"):
@@ -221,6 +225,11 @@ class Engine(Searching, Recommending, Blocking):
         """The model, and what was chosen for it at start: dtype, device, attention backend and quantisation."""
         return {"model": self.config.model, **self._runtime.info}
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings as they act: what was left to be chosen is what was chosen. Once the engine is ready."""
+        return effective_settings(self)
+
     async def flush_prefixes(self) -> None:
         """Nothing that was computed for prompts so far is used again. Waits for the wave that is launched."""
         self._check_ready()
@@ -253,5 +262,5 @@ class Engine(Searching, Recommending, Blocking):
             self._loop.call_soon_threadsafe(self._answer_everybody)
 
     def _answer_everybody(self) -> None:
-        self._waiting.answer_dead()
+        self._waiting.answer_all(EngineDead("the GPU thread died"))
         self.died.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from widebeam.model.config import ModelConfig
     from widebeam.model.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 _OVER_BUDGET = {
     "rows": ("beam_too_wide", "beam_width"),
     "row_levels": ("search_too_large", "max_new_tokens"),
@@ -51,6 +53,20 @@ class Limits:
     def budgets(self) -> dict[str, int]:
         """What may wait and run together."""
         return budget_limits(self.config, self.wave, self.max_context_len)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a prompt that the context pool and the budget can hold; the context length may be less."""
+        return min(self.wave.context_pages * self.wave.page_size, self.budgets["tokens"])
+
+    def warn(self) -> None:
+        """Log what keeps prompts from being as long as the context length says."""
+        if self.longest_prompt < self.max_context_len - 1:
+            log.warning(
+                "prompts of over %d tokens are refused, and histories cut to that, although the context length is %d: "
+                "raise --max-total-tokens or --max-waiting-tokens, or lower --max-context-len",
+                self.longest_prompt, self.max_context_len,
+            )  # fmt: skip
 
     def check(self, search: Search) -> None:
         """Refuse what could never run, or never be accepted, however idle the engine is; name the flag that would let

@@ -78,7 +78,7 @@ class Prompts:
 
     def _required(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest("the model has no tokenizer: send input_ids", code="no_tokenizer", param="input_ids")
+            raise InvalidRequest("the model has no tokenizer: send token ids", code="no_tokenizer", param="input_ids")
         return self.tokenizer
 
     async def _off_loop(self, function: Callable[[], T]) -> T:

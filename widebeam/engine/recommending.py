@@ -112,8 +112,9 @@ def _current(engine: Engine, name: str | None, min_version: int | None) -> Catal
 
 
 def _room(engine: Engine, catalog: Catalog) -> int:
-    """Tokens that a history may have, beside the items that are searched behind it."""
-    return engine.max_context_len - catalog.depth - (catalog.markers.begin is not None)
+    """Tokens that a history may have: what the pool holds, and the context beside what is searched behind it."""
+    most = min(engine.max_context_len - catalog.depth, engine._limits.longest_prompt)
+    return most - (catalog.markers.begin is not None)
 
 
 def _denying(params: SearchParams, ids: Iterable[int | str]) -> SearchParams:

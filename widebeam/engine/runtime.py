@@ -70,7 +70,7 @@ class Runtime:
             )
         started = time.perf_counter()
         ground = choose_ground(config, model_config, max_context_len, shard.rank)
-        self.device, self.dtype, self._kv_dtype, fp8, backend, self._fallbacks = ground
+        self.device, self.dtype, self.kv_dtype, fp8, backend, self._fallbacks = ground
         self.info = ground.info
         """What was chosen, in words."""
         if ranks is not None:
@@ -80,13 +80,13 @@ class Runtime:
         if ranks is not None:
             ranks.agree({"the checkpoint's weights": fingerprint(self._model)})
         self._catalogs, self._masks = make_rooms(config, self.device)
-        host_pages = make_host_pages(config, model_config, self._kv_dtype, self.device)
+        host_pages = make_host_pages(config, model_config, self.kv_dtype, self.device)
         self._compiles = self.device.type == "cuda" and not config.enforce_eager
         if self._compiles and not backend.replayable:
             log.warning("nothing is compiled or captured: the attention backend can do neither")
             self._compiles, self._fallbacks = False, self._fallbacks + 1
         self._plans = Plans(backend)
-        self._scales = choose_scales(self._model, self._plans, max_context_len) if self._kv_dtype != self.dtype else ()
+        self._scales = choose_scales(self._model, self._plans, max_context_len) if self.kv_dtype != self.dtype else ()
         requests = request_rung(config.max_wave_requests)
         rows = max(config.max_wave_rows, requests)
         self._state = BeamState(
@@ -116,7 +116,7 @@ class Runtime:
         kept = config.prefix_cache == "on"
         cache = PrefixCache(config.page_size, config.prefix_cache_eviction) if kept else None
         context = ContextKV(
-            model, sizes.context_pages, config.page_size, self._kv_dtype, self.device, cache, self._scales
+            model, sizes.context_pages, config.page_size, self.kv_dtype, self.device, cache, self._scales
         )
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
         return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
 OUTCOMES = (
     "ok", "cancelled", "aborted", "deadline_exceeded", "invalid_request", "engine_error", "out_of_memory",
-    "engine_dead",
+    "draining", "engine_dead",
 )  # fmt: skip
 """How an accepted request may end: with a result, or with an error of the class that has this code. Of what is invalid,
 filters alone are looked at so late."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 from widebeam.engine.job import Job, Outcome
 from widebeam.engine.request import SearchResult
 from widebeam.engine.stats import OUTCOMES
-from widebeam.errors import Aborted, EngineDead, RequestError
+from widebeam.errors import Aborted, RequestError
+
+log = logging.getLogger(__name__)
 
 
 class Waiting:
@@ -63,8 +66,10 @@ class Waiting:
                 aborted += 1
         return aborted
 
-    def answer_dead(self) -> None:
-        """Answer everybody: nothing is searched any more."""
-        for future in self._futures.values():
-            if not future.done():
-                future.set_exception(EngineDead("the GPU thread died"))
+    def answer_all(self, error: RequestError) -> None:
+        """Answer everybody with this: nothing is searched any more."""
+        left = [future for future in self._futures.values() if not future.done()]
+        for future in left:
+            future.set_exception(error)
+        if left:
+            log.warning("searches that end unfinished: %d (%s)", len(left), error)

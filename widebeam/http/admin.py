@@ -119,10 +119,9 @@ async def server_info(request: web.Request) -> web.Response:
     engine = working_engine(request)
     stats = msgspec.to_builtins(engine.stats())
     facts: dict[str, Any] = {
-        **msgspec.to_builtins(engine.config),
+        **engine.settings,
         **msgspec.to_builtins(request.app[SERVER_CONFIG]),
         "served_model_name": served_name(request),
-        "max_context_len": engine.max_context_len,
         "catalogs": engine.catalogs.names(),
         "started_at": request.app[STARTED_AT],
         "version": widebeam.__version__,

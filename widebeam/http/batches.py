@@ -1,9 +1,12 @@
-"""Bodies with several prompts: taking them apart, and running all of them."""
+"""Bodies with several prompts: taking them apart, running all of them, and saying which one an error is about, or which
+field of the body."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import re
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from widebeam.errors import InvalidRequest, RequestError
@@ -31,7 +34,7 @@ def split_prompts(given: str | list[Any], param: str) -> tuple[list[Prompt], boo
 
 async def run_all(runs: list[Coroutine[Any, Any, T]], batched: bool) -> list[T]:
     """All answers in order. The first failure cancels the others and names its place in the batch."""
-    if not batched:
+    if not batched or len(runs) == 1:
         return [await runs[0]]
     try:
         async with asyncio.TaskGroup() as group:
@@ -50,9 +53,23 @@ async def _indexed(index: int, run: Coroutine[Any, Any, T]) -> T:
 
 def of_prompt(index: int, error: RequestError) -> RequestError:
     """The error with the place of its prompt."""
-    return restated(error, f"prompt {index} of the batch: {error.message}", error.param)
+    return _restated(error, f"prompt {index} of the batch: {error.message}", error.param)
 
 
-def restated(error: RequestError, message: str, param: str | None) -> RequestError:
+@contextmanager
+def told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """What the engine finds wrong with a field of SearchParams, or with `input_ids`, names what the body has in its
+    place: `names` by the engine's names."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        name = names.get(param, param)
+        if name == param:
+            raise
+        raise _restated(error, re.sub(rf"\b{re.escape(param)}\b", name, error.message), name) from None
+
+
+def _restated(error: RequestError, message: str, param: str | None) -> RequestError:
     """The same error in other words."""
     return type(error)(message, code=error.code, param=param, retry_after_s=error.retry_after_s)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -12,6 +10,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from widebeam.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
+from widebeam.faults import find_fault, why_no_json
 from widebeam.http.keys import SERVER_CONFIG
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -21,8 +20,6 @@ them, false."""
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _LONGEST_NEUTRAL_BYTES = 16_384  # a list of defaults, one for each prompt of a batch
-_PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`$")
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]*)`")
 
 
 async def read_body(request: web.Request, setting: str = "max_body_bytes") -> bytes:
@@ -56,34 +53,30 @@ def too_large(limit: int, setting: str) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is over {limit} bytes (server option {setting})")
 
 
-def decode(decoder: msgspec.json.Decoder[S], body: bytes) -> S:
-    """Decode and validate. Raises InvalidRequest with the field at fault as `param`."""
+def decode(decoder: msgspec.json.Decoder[S], body: bytes, otherwise: str = "") -> S:
+    """Decode and validate. Raises InvalidRequest with the field at fault as `param`.
+
+    `otherwise`: what to do if it was never meant to be JSON.
+    """
     try:
         if not body.isascii():
             body.decode()
         return decoder.decode(body)
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8 (byte {error.start})", code="malformed_utf8") from None
+        raise InvalidRequest(f"the body is not UTF-8 (byte {error.start}){otherwise}", code="malformed_utf8") from None
     except msgspec.ValidationError as error:
-        raise invalid(str(error), decoder.type) from None
+        raise invalid(error, decoder.type) from None
     except (msgspec.DecodeError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequest(f"the body is not valid JSON: {reason}", code="malformed_json") from None
+        raise InvalidRequest(
+            f"the body is not valid JSON: {why_no_json(error, body)}{otherwise}", code="malformed_json"
+        ) from None
 
 
-def invalid(message: str, kind: Any) -> InvalidRequest:
+def invalid(error: msgspec.ValidationError, kind: Any) -> InvalidRequest:
     """The error for what msgspec says of a value that is no `kind`."""
-    path = _PATH.search(message)
-    param = path.group(2) if path else ""
-    unknown = _UNKNOWN_FIELD.match(message)
-    if not unknown:
-        return InvalidRequest(message, param=param or None)
-    name = unknown.group(1)
-    known = [] if param else list(kind.__struct_fields__)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    where = f"{param}.{name}" if param else name
-    return InvalidRequest(f"unknown field {where!r}{hint}", code="unknown_field", param=where)
+    fault = find_fault(error, kind)
+    code = "unknown_field" if fault.unknown else None
+    return InvalidRequest(fault.text, code=code, param=fault.place or None)
 
 
 def known_fields(neutral: Neutral, labels: Iterable[str] = ()) -> Callable[[type[S]], type[S]]:

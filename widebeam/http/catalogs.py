@@ -77,12 +77,12 @@ async def put_catalog(request: web.Request) -> web.Response:
     try:
         query = msgspec.convert(dict(request.query), UploadQuery, strict=False)
     except msgspec.ValidationError as error:
-        raise invalid(str(error), UploadQuery) from None
+        raise invalid(error, UploadQuery) from None
     if query.format is UNSET:
         for field in ("if_version", "version"):
             if getattr(query, field) is not UNSET:
                 raise InvalidRequest(f"without format, {field} belongs into the body", param=field)
-        body = decode(_PUT, await read_body(request))
+        body = decode(_PUT, await read_body(request), f"; a file needs its format in the query: {', '.join(_NAMES)}")
         root = request.app[SERVER_CONFIG].catalog_root
         if root is None:
             raise InvalidRequest(

@@ -10,8 +10,9 @@ from aiohttp import web
 from msgspec import UNSET
 
 from widebeam.errors import InvalidRequest
+from widebeam.http.batches import told_as
 from widebeam.http.body import decode, event_stream, json_response, read_body, refuse_unsupported
-from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices
+from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices, search_names
 from widebeam.http.keys import FACTS, adopt_id, limit_time, served_name, working_engine
 from widebeam.http.openai import (
     CHAT_NEUTRAL,
@@ -28,7 +29,7 @@ from widebeam.http.openai import (
 )
 from widebeam.http.sequences import Spelling, Text, run_plan, usage
 from widebeam.http.stop_strings import UNFINISHED
-from widebeam.http.thinking import think
+from widebeam.http.thinking import Thought, think
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -44,16 +45,8 @@ async def chat_completions(request: web.Request) -> web.Response:
     _check(body)
     request_id = adopt_id(request, body.rid)
     limit_time(request, body.timeout_ms)
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    plan = plan_choices(
-        request, engine, body, max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0, request_id=request_id
-    )
-    plan.fill_context = max_tokens is None and not plan.beams
-    prompt_ids = await _prompt_ids(engine, body)
-    thought = await think(request, engine, body, prompt_ids, plan)
-    if thought is not None:
-        prompt_ids = thought.prompt_ids
-    result, choices = await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, *found))
+    with told_as(_names(body)):
+        thought, result, choices = await _run(request, engine, body, request_id)
     used = usage(result)
     if thought is not None:
         used = thought.usage(result)
@@ -76,6 +69,30 @@ async def chat_completions(request: web.Request) -> web.Response:
     chunk = msgspec.structs.replace(answer, object="chat.completion.chunk", choices=deltas, usage=UNSET)
     parts: list[OpenAIResponse] = [chunk] if thought is None else [thought.chunk(answer), chunk]
     return event_stream(chunks(parts, used, body.stream_options))
+
+
+def _names(body: ChatRequest) -> dict[str, str]:
+    return search_names(
+        body,
+        input_ids="input_ids" if body.messages is None else "messages",
+        max_new_tokens="max_tokens" if body.max_tokens and not body.max_completion_tokens else "max_completion_tokens",
+    )
+
+
+async def _run(
+    request: web.Request, engine: Engine, body: ChatRequest, request_id: str
+) -> tuple[Thought | None, SearchResult, list[ChatChoice]]:
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    plan = plan_choices(
+        request, engine, body, max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0, request_id=request_id
+    )
+    plan.fill_context = max_tokens is None and not plan.beams
+    prompt_ids = await _prompt_ids(engine, body)
+    thought = await think(request, engine, body, prompt_ids, plan)
+    if thought is not None:
+        prompt_ids = thought.prompt_ids
+    result, choices = await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, *found))
+    return thought, result, choices
 
 
 def _check(body: ChatRequest) -> None:

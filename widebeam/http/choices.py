@@ -53,6 +53,12 @@ def plan_choices(
     )
 
 
+def search_names(body: OpenAIFields, **names: str) -> dict[str, str]:
+    """The fields of SearchParams as the body has them, for `told_as`; `names`: what differs between the two routes."""
+    width = {} if body.beam_width is not None else {"beam_width": "n"}
+    return width | {"min_new_tokens": "min_tokens"} | names
+
+
 def choice_fields(index: int, text: Text, result: SearchResult) -> dict[str, Any]:
     """The fields of `Choice`."""
     return {

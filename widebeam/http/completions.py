@@ -9,10 +9,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from widebeam.errors import RequestError
-from widebeam.http.batches import Prompt, restated, run_all, split_prompts
+from widebeam.http.batches import Prompt, run_all, split_prompts, told_as
 from widebeam.http.body import decode, event_stream, json_response, read_body
-from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices
+from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices, search_names
 from widebeam.http.keys import adopt_id, limit_time, served_name, working_engine
 from widebeam.http.openai import (
     COMPLETION_NEUTRAL,
@@ -41,9 +40,10 @@ async def completions(request: web.Request) -> web.Response:
     prompts, batched = split_prompts(body.prompt, "prompt")
     request_id = adopt_id(request, body.rid)
     limit_time(request, body.timeout_ms)
-    plan = _plan(request, engine, body, request_id)
-    runs = [_run(request, engine, prompt, index, plan, body) for index, prompt in enumerate(prompts)]
-    found = await run_all(runs, batched)
+    with told_as(search_names(body, input_ids="prompt", max_new_tokens="max_tokens", top_logprobs="logprobs")):
+        plan = _plan(request, engine, body, request_id)
+        runs = [_run(request, engine, prompt, index, plan, body) for index, prompt in enumerate(prompts)]
+        found = await run_all(runs, batched)
     total = usage(*(result for result, _ in found))
     head = CompletionResponse(
         id=request_id, created=int(time.time()), model=body.model or served_name(request), choices=[]
@@ -70,11 +70,8 @@ async def _run(
 ) -> tuple[SearchResult, list[CompletionChoice]]:
     """The choices of one prompt."""
     first = index * plan.params.n
-    try:
-        prompt_ids = await engine.encode(prompt) if isinstance(prompt, str) else prompt
-        return await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, first, *found))
-    except RequestError as error:
-        raise restated(error, error.message, "prompt" if error.param == "input_ids" else error.param) from None
+    prompt_ids = await engine.encode(prompt) if isinstance(prompt, str) else prompt
+    return await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, first, *found))
 
 
 def _choices(

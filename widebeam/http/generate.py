@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from widebeam.errors import InvalidRequest, RequestError
 from widebeam.http.auth import tenant_salt
-from widebeam.http.batches import Prompt, of_prompt, run_all, split_prompts
+from widebeam.http.batches import Prompt, of_prompt, run_all, split_prompts, told_as
 from widebeam.http.body import decode, event_stream, json_response, read_body, refuse_unsupported
 from widebeam.http.keys import adopt_id, limit_time, working_engine
 from widebeam.http.sequences import Plan, Spelling, Text, plan_search, run_plan
@@ -41,6 +41,8 @@ class Job(msgspec.Struct, kw_only=True):
     """One prompt of the body, checked and ready to run."""
 
     prompt: Prompt
+    names: dict[str, str]
+    """What the fields of SearchParams are called here."""
     plan: Plan
     logprobs: bool
     text_in_logprobs: bool
@@ -95,11 +97,14 @@ def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: 
             if top_logprobs[index] and not logprobs[index]:
                 raise InvalidRequest("top_logprobs_num needs return_logprob", param="top_logprobs_num")
             salt = tenant_salt(request, cache_salts[index], extra_keys[index])
-            plan = _plan(engine, body, fields, top_logprobs[index], ids[index], salt)
+            names = _names(body, fields)
+            with told_as(names):
+                plan = _plan(engine, body, fields, top_logprobs[index], ids[index], salt)
         except RequestError as error:
-            raise of_prompt(index, error) if batched else error from None
+            raise of_prompt(index, error) if count > 1 else error from None
         job = Job(
             prompt=prompt,
+            names=names,
             plan=plan,
             logprobs=logprobs[index],
             text_in_logprobs=bool(body.return_text_in_logprobs),
@@ -154,12 +159,25 @@ def _plan(
     return plan
 
 
+def _names(body: GenerateRequest, fields: SamplingParams) -> dict[str, str]:
+    inside = ["n", "beam_width", "max_new_tokens", "min_new_tokens", "stop_token_ids", "suppress_special_tokens"]
+    names = {name: f"sampling_params.{name}" for name in inside}
+    if body.beam_width is not None and fields.beam_width is None:
+        names["beam_width"] = "beam_width"
+    elif fields.beam_width is None:
+        names["beam_width"] = names["n"]
+    return names | {"input_ids": "input_ids" if body.text is None else "text", "top_logprobs": "top_logprobs_num"}
+
+
 async def _run(request: web.Request, engine: Engine, job: Job) -> list[GenerateResponse]:
-    prompt_ids = await engine.encode(job.prompt) if isinstance(job.prompt, str) else job.prompt
-    catalog = job.plan.catalog
-    if job.prompt_ids_wanted and prompt_ids and catalog is not None:  # what is shown is what was searched
-        prompt_ids = catalog.markers.opened(np.array(prompt_ids)).tolist()
-    _, answers = await run_plan(request, engine, prompt_ids, job.plan, lambda *found: _answers(job, prompt_ids, *found))
+    with told_as(job.names):
+        prompt_ids = await engine.encode(job.prompt) if isinstance(job.prompt, str) else job.prompt
+        catalog = job.plan.catalog
+        if job.prompt_ids_wanted and prompt_ids and catalog is not None:  # what is shown is what was searched
+            prompt_ids = catalog.markers.opened(np.array(prompt_ids)).tolist()
+        _, answers = await run_plan(
+            request, engine, prompt_ids, job.plan, lambda *found: _answers(job, prompt_ids, *found)
+        )
     return answers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from widebeam.http.body import json_response
 from widebeam.http.catalog_protocol import CatalogInfo, CatalogList, PutCatalog, RollBack, UpdateItems, UploadQuery
 from widebeam.http.failures import ERROR_BODIES
 from widebeam.http.keys import KEYRING
-from widebeam.http.middleware import ID_HEADER, TIMEOUT_HEADER, dialect_of
+from widebeam.http.middleware import ID_HEADER, TIMEOUT_HEADER, VERSION_HEADER, dialect_of
 from widebeam.http.openai import ChatRequest, ChatResponse, CompletionRequest, CompletionResponse
+from widebeam.http.openapi_fields import describe_fields
 from widebeam.http.protocol import (
     Health,
     ModelCard,
@@ -33,6 +35,7 @@ from widebeam.http.protocol import (
     TimeoutMs,
 )
 from widebeam.http.sglang import GenerateRequest, GenerateResponse
+from widebeam.sessions import SESSION_HEADER
 
 JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
 _FACTS = dict[str, Any]
@@ -56,6 +59,11 @@ class Operation:
     """Further media types of a 200."""
     query: Any = None
     """A struct of the query's parameters; with one the body may also be a file."""
+
+    @property
+    def searches(self) -> bool:
+        """A catalog, or the model alone, is searched."""
+        return set(_SEARCH) <= set(self.failures)
 
 
 _GENERATE = Operation(
@@ -114,7 +122,7 @@ OPERATIONS = {
 
 async def document(request: web.Request) -> web.Response:
     """OpenAPI 3.1, with the keys that this server asks for."""
-    return json_response(describe(request.app[KEYRING]))
+    return json_response(await asyncio.to_thread(describe, request.app[KEYRING]))  # the first time it reads files
 
 
 @functools.lru_cache(maxsize=1)
@@ -127,9 +135,11 @@ def describe(keyring: Keyring) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, schema_of, keyring)
-    shared = {"schemas": _portable(components)}
-    if keyring.anonymous is not Access.ADMIN:
-        shared["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    describe_fields(components, kinds)
+    shared = {
+        "schemas": _portable(components),
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "WideBeam", "version": widebeam.__version__},
@@ -148,8 +158,11 @@ def _operation(
     parameters.append(_parameter(ID_HEADER, "header", RequestId))
     if not public:
         parameters.append(_parameter(TIMEOUT_HEADER, "header", TimeoutMs))
-    guarded = not public and keyring.anonymous is not Access.ADMIN
-    statuses = (*_ALWAYS, *operation.failures, *(() if public else (504,)), *((401, 403) if guarded else ()))
+    if operation.searches:
+        parameters.append(
+            _parameter(SESSION_HEADER, "header", str, "For proxies in front: keeps a user on one server.")
+        )
+    statuses = (*_ALWAYS, *operation.failures, *(() if public else (401, 403, 504)))
     told: dict[str, Any] = {
         "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
         "summary": operation.summary,
@@ -160,13 +173,15 @@ def _operation(
     if operation.body is not None:
         content = {JSON: {"schema": schema_of[id(operation.body)]}, **({BYTES: {}} if operation.query else {})}
         told["requestBody"] = {"required": True, "content": content}
-    if ACCESS[path] > keyring.anonymous:
-        told["security"] = [{"key": []}]
+    if not public:
+        needed = ACCESS[path] > keyring.anonymous
+        told["security"] = [{"key": []}] if needed else [{}, {"key": []}]
     return told
 
 
-def _parameter(name: str, place: str, kind: Any) -> dict[str, Any]:
-    return {"name": name, "in": place, "required": place == "path", "schema": _portable(msgspec.json.schema(kind))}
+def _parameter(name: str, place: str, kind: Any, description: str = "") -> dict[str, Any]:
+    told = {"name": name, "in": place, "required": place == "path", "schema": _portable(msgspec.json.schema(kind))}
+    return told | ({"description": description} if description else {})
 
 
 def _given(kind: Any) -> Any:
@@ -177,7 +192,14 @@ def _given(kind: Any) -> Any:
 def _answer(operation: Operation, schema_of: Mapping[int, Any]) -> dict[str, Any]:
     media = TEXT if operation.answer is str else JSON
     content = {media: {"schema": schema_of[id(operation.answer)]}, **{other: {} for other in operation.other_media}}
-    return {"description": "OK", "content": content}
+    headers = {ID_HEADER: _text("The id of the request, in the log too.")}
+    if operation.searches:
+        headers[VERSION_HEADER] = _text("Version of the catalog that was searched; absent without one.")
+    return {"description": "OK", "content": content, "headers": headers}
+
+
+def _text(description: str) -> dict[str, Any]:
+    return {"description": description, "schema": {"type": "string"}}
 
 
 def _failure(status: int, path: str, operation: Operation, schema_of: Mapping[int, Any]) -> dict[str, Any]:
@@ -188,6 +210,7 @@ def _failure(status: int, path: str, operation: Operation, schema_of: Mapping[in
     return told
 
 
+_KEY = "A line of --api-key-file, or of --admin-api-key-file. Servers without such files ask for none."
 _HEADERS = {401: hdrs.WWW_AUTHENTICATE, 429: hdrs.RETRY_AFTER, 503: hdrs.RETRY_AFTER}
 
 

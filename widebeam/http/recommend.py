@@ -10,6 +10,7 @@ from aiohttp import web
 from widebeam.engine.request import SearchParams
 from widebeam.errors import InvalidRequest
 from widebeam.http.auth import tenant_salt
+from widebeam.http.batches import told_as
 from widebeam.http.body import decode, json_response, read_body
 from widebeam.http.keys import FACTS, METRICS, adopt_id, limit_time, served_name, working_engine
 from widebeam.http.protocol import (
@@ -33,14 +34,15 @@ async def recommend(request: web.Request) -> web.Response:
     prompt = _prompt(body)
     request_id = adopt_id(request, body.request_id)
     limit_time(request, body.timeout_ms)
-    recommendation = await engine.recommend(
-        **prompt,
-        n=body.n,
-        fields=body.fields,
-        unknown_items=body.unknown_items,
-        exclude_history=body.exclude_history,
-        params=_params(body, request_id, tenant_salt(request, body.cache_salt)),
-    )
+    with told_as(_names(body)):
+        recommendation = await engine.recommend(
+            **prompt,
+            n=body.n,
+            fields=body.fields,
+            unknown_items=body.unknown_items,
+            exclude_history=body.exclude_history,
+            params=_params(body, request_id, tenant_salt(request, body.cache_salt)),
+        )
     result = recommendation.result
     assert result.catalog is not None and result.catalog_version is not None
     request.app[METRICS].observe_search(result)
@@ -66,16 +68,17 @@ async def prefill(request: web.Request) -> web.Response:
     prompt = _prompt(body)
     request_id = adopt_id(request, body.request_id)
     limit_time(request, body.timeout_ms)
-    prefilled = await engine.prefill(
-        **prompt,
-        catalog=body.catalog,
-        min_catalog_version=body.min_catalog_version,
-        cache_salt=tenant_salt(request, body.cache_salt),
-        ttl_s=body.ttl_s,
-        timeout_ms=body.timeout_ms,
-        priority=body.priority or 0,
-        request_id=request_id,
-    )
+    with told_as(_names(body)):
+        prefilled = await engine.prefill(
+            **prompt,
+            catalog=body.catalog,
+            min_catalog_version=body.min_catalog_version,
+            cache_salt=tenant_salt(request, body.cache_salt),
+            ttl_s=body.ttl_s,
+            timeout_ms=body.timeout_ms,
+            priority=body.priority or 0,
+            request_id=request_id,
+        )
     result = prefilled.result
     request.app[METRICS].observe_search(result)
     request[FACTS].add(result)
@@ -100,6 +103,12 @@ def _prompt(body: RecommendRequest | PrefillRequest) -> dict[str, Any]:
         )
     prompt = {name: getattr(body, name) for name in _INPUTS}
     return prompt | {"messages": None if body.messages is None else [message.plain() for message in body.messages]}
+
+
+def _names(body: RecommendRequest | PrefillRequest) -> dict[str, str]:
+    """What stands in the body for what the engine calls otherwise; how many tokens there are is the catalog's."""
+    (given,) = (name for name in _INPUTS if getattr(body, name) is not None)
+    return {"input_ids": given, "max_new_tokens": "beam_width"}
 
 
 def _params(body: RecommendRequest, request_id: str, cache_salt: str | None) -> SearchParams:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from aiohttp import web
 
-from widebeam.config import Config, ServerConfig
+from widebeam.config import Config, ServerConfig, changed
 from widebeam.errors import ConfigError, StartupError
 from widebeam.http.app import build_app
 from widebeam.http.keys import IN_FLIGHT, LEAVING
@@ -82,7 +82,10 @@ class Server:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._app[IN_FLIGHT].idle.wait()
         except TimeoutError:
-            log.warning("%d requests did not finish within the drain timeout", self._app[IN_FLIGHT].count)
+            log.warning(
+                "drain timeout: %g s have passed, and requests in flight are %d",
+                self._config.drain_timeout_s, self._app[IN_FLIGHT].count,
+            )  # fmt: skip
             return False
         return True
 
@@ -127,6 +130,7 @@ async def serve(config: Config) -> int:
     await server.start()
     try:
         await engine.start()
+        log.info("settings of the server that are not defaults: %s", changed(config.server))
         gc.collect()
         gc.freeze()  # what lives for ever is not looked at again: a full collection would stop every thread for 0.2 s
         with _Signals() as signals:

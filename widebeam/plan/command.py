@@ -140,12 +140,13 @@ def text(options: Plan, found: dict[str, Any]) -> str:
     room, fleet = found["memory"], found["speed"]
     one, full = fleet["one_request_ms"], fleet["full_wave_ms"]
     closed = f"closed by {fleet['closed_by']}"
+    idle = "" if options.items else ", which is taken without a catalog, too"
     limits = [f"{name} {share:.0%}" for name, share in fleet["shares"].items()][:3]
     rows = [
         ("model", f"{options.model}, projections in {'fp8' if found['fp8'] else '16 bits'}, context KV in "
                   f"{8 * found['kv_bytes']} bits, {'a catalog' if options.items else 'the whole vocabulary'}"),
         ("gpu", found["gpu"] + ("" if found["measured"] else ": NOT measured, its datasheet scaled as the H200's")),
-        *((name, f"{size:.2f} GiB") for name, size in room["gib"].items()),
+        *((name, f"{size:.2f} GiB{idle if name == 'catalog' else ''}") for name, size in room["gib"].items()),
         ("one user", f"history {room['history_mib']:.1f} MiB, beams' KV {room['beams_mib']:.1f} MiB"),
         ("histories", f"{room['histories_on_gpu']:,} on each GPU ({room['pool_tokens']:,} tokens)"),
         ("one request", f"{one['prefill'] + one['levels']:.1f} ms: prefill {one['prefill']:.1f}, levels "
