@@ -53,6 +53,11 @@ class CatalogCalls:
         body = {"version": version, "if_version": if_version}
         return await self._change("POST", f"{_catalog_path(name)}/rollback", encode(body))
 
+    async def remove_catalog(self, name: str, *, if_version: int | None = None) -> CatalogInfo:
+        """Remove a catalog, with its earlier versions; what it was. Searches that run finish on it."""
+        query = "" if if_version is None else f"?if_version={if_version}"
+        return await self._change("DELETE", f"{_catalog_path(name)}{query}", None)
+
     async def put_catalog(
         self,
         name: str,

@@ -21,7 +21,7 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.report import inspect
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import InvalidRequest, NotFound
+from widebeam.errors import Conflict, InvalidRequest, NotFound
 
 Items = list[tuple[int | str, list[int]]]
 FIRST = (500, 40, 300, 7)
@@ -312,6 +312,8 @@ def test_catalogs_by_name(tmp_path: Path) -> None:
     assert catalogs.get(None) is catalogs.get("toys") is toys
     catalogs.add(tools)
     assert catalogs.names() == ["tools", "toys"] and catalogs.get(NO_CATALOG) is None
+    assert catalogs.get(None) is toys, "the first, whatever comes later"
+    catalogs.none_is_first()
     with pytest.raises(InvalidRequest, match="name one of the catalogs: tools, toys") as ambiguous:
         catalogs.get(None)
     assert (ambiguous.value.code, ambiguous.value.param) == ("ambiguous_catalog", "catalog")
@@ -321,6 +323,44 @@ def test_catalogs_by_name(tmp_path: Path) -> None:
     newer = Catalog.load(tmp_path / "tools.jsonl", name="toys")
     catalogs.add(newer)
     assert catalogs.get("toys") is newer
+
+
+def test_the_default_is_chosen_or_the_first(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "items.jsonl", [{"item_id": 1, "sid": [3]}])
+    a, b, c = (Catalog.load(path, name=name) for name in "abc")
+    chosen, free = Catalogs(default="b"), Catalogs()
+    for catalogs in (chosen, free):
+        catalogs.add(a)
+        catalogs.none_is_first()  # it came alone
+    assert chosen.get(None) is None and free.get(None) is a
+    for catalogs in (chosen, free):
+        catalogs.add(b)
+        catalogs.add(c)
+    assert chosen.get(None) is b and free.get(None) is a
+    for catalogs, name in ((chosen, "b"), (free, "a")):
+        catalogs.remove(name)
+        assert catalogs.get(None) is None, "as without a catalog"
+        with pytest.raises(InvalidRequest, match="needs a catalog"):
+            catalogs.get(None, min_version=1)
+    again = free.next_version(a)
+    assert again.version == 2, "a number stands for one content"
+    free.add(again)
+    assert free.get(None) is again and free.earlier("a") == []
+    for name in "abc":
+        free.remove(name)
+    free.add(c)
+    assert free.get(None) is c, "as a server that never had any"
+
+
+def test_numbers_stay_declared_when_a_catalog_is_removed(tmp_path: Path) -> None:
+    catalogs = Catalogs()
+    path = write_jsonl(tmp_path / "items.jsonl", [{"item_id": 1, "sid": [3]}])
+    write_header(tmp_path, {"version": 7})
+    catalogs.add(catalogs.next_version(Catalog.load(path)))
+    catalogs.remove("items")
+    with pytest.raises(Conflict, match="7 is not newer"):
+        catalogs.check_number("items", 7)
+    catalogs.check_number("items", 8)
 
 
 def test_catalog_needs_no_torch() -> None:

@@ -54,7 +54,7 @@ class Engine(Searching, Recommending, Blocking):
     def __init__(self, config: EngineConfig | str, **settings: Any) -> None:
         base = {"model": config} if isinstance(config, str) else msgspec.to_builtins(config)
         self.config: EngineConfig = convert(base | settings, EngineConfig)
-        self.catalogs = Catalogs(self.config.catalog_history)
+        self.catalogs = Catalogs(self.config.catalog_history, self.config.default_catalog)
         self.live: LiveCatalogs
         """How catalogs change. From when the engine has started."""
         self.staged: StagedCatalogs
@@ -81,7 +81,7 @@ class Engine(Searching, Recommending, Blocking):
         self._loop = asyncio.get_running_loop()
         self.died = asyncio.Event()
         try:
-            files = catalog_files(self.config.catalog)
+            files = catalog_files(self.config.catalog, self.config.default_catalog)
             for registry in (POLICIES, EVICTION):
                 await asyncio.to_thread(registry.discover)
             self._check_eviction()
@@ -104,6 +104,7 @@ class Engine(Searching, Recommending, Blocking):
             self.staged = StagedCatalogs(self.catalogs, self.live)
             for name, file in files.items():
                 await self.load_catalog(file, name)
+            self.catalogs.none_is_first()
             if self.config.watch_catalogs:
                 self.live.watch(self.config.watch_interval_s)
         except BaseException:

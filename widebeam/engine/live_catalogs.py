@@ -1,4 +1,4 @@
-"""How the catalogs of an engine change while it serves: loads, batches of changed items, and the way back.
+"""How the catalogs of an engine change while it serves: loads, batches of changed items, the way back, and the end.
 
 A new version is built on a thread of its own, put on the device between waves, and offered to new searches; those that
 run finish on theirs. Changes of one catalog take turns. One that fails changes nothing; one that waits or has begun is
@@ -33,8 +33,8 @@ from widebeam.errors import (
 
 MOST_WAITING = 64
 """Changes that may wait or run, of all catalogs together."""
-Build = Callable[[Catalog | None], Catalog]
-"""Makes a catalog from the version that is current. Runs on a thread."""
+Build = Callable[[Catalog | None], Catalog | None]
+"""Makes a catalog from the version that is current, or None where there is to be none. Runs on a thread."""
 
 
 @dataclass
@@ -57,6 +57,8 @@ class Change:
     build: Build
     if_version: int | None = None
     """Only if the catalog is at this version; 0: only if there is none."""
+    needs_one: bool = False
+    """Only if there is such a catalog when its turn comes."""
     numbered: bool = False
     """What `build` makes has its number."""
     offered: Callable[[], None] = lambda: None
@@ -93,15 +95,18 @@ class LiveCatalogs:
         version: int | None = None,
         below: str | None = None,
         upload: str | None = None,
+        again: bool = False,
     ) -> Catalog:
         """Offer a catalog file under a name, by default that of the file; the next version where there is one.
 
         `version`: its number, if the header does not declare it. `below`: a folder that the path is relative to and may
         not leave, now and whenever the file is loaded again. `upload`: the file is a temporary one, of this
-        description; without a header of its own it gets that of the version before. Raises CatalogError, Conflict,
-        Overloaded, and InvalidRequest as `CatalogFile.find` does and for another version than the header's.
+        description; without a header of its own it gets that of the version before. `again`: only if there is such a
+        catalog. Raises CatalogError, Conflict, Overloaded, NotFound, and InvalidRequest as `CatalogFile.find` does and
+        for another version than the header's.
         """
-        return await self.change(self.loading(path, name, if_version, version, below, upload))
+        change = self.loading(path, name, if_version, version, below, upload)
+        return await self.change(replace(change, needs_one=again))
 
     def loading(
         self,
@@ -156,24 +161,27 @@ class LiveCatalogs:
 
         `version`: its number. Raises NotFound, Conflict, Overloaded, and InvalidRequest as `updates.updated` does.
         """
-        self._require(name)
 
         def build(current: Catalog | None) -> Catalog:
             assert current is not None
             self._catalogs.check_number(name, version)
             return _declared(updated(current, upsert, remove, self._vocabulary), version)
 
-        return await self.change(Change(name, build, if_version))
+        return await self.change(Change(name, build, if_version, needs_one=True))
 
     async def roll_back(self, name: str, version: int, if_version: int | None = None) -> Catalog:
         """Offer an earlier version again, under its number. Raises NotFound, Conflict, Overloaded."""
-        self._require(name)
 
         def build(current: Catalog | None) -> Catalog:
             assert current is not None
             return current if current.version == version else self._catalogs.copy_of(name, version)
 
-        return await self.change(Change(name, build, if_version, numbered=True))
+        return await self.change(Change(name, build, if_version, needs_one=True, numbered=True))
+
+    async def remove(self, name: str, if_version: int | None = None) -> Catalog:
+        """Offer a catalog no more, watch its file no more, and forget its earlier versions; what it was. Searches that
+        wait or run finish on it. Raises NotFound, Conflict, Overloaded."""
+        return await self.change(Change(name, lambda _: None, if_version, needs_one=True))
 
     def watch(self, interval_s: float) -> None:
         """From now on load files again that change."""
@@ -184,12 +192,8 @@ class LiveCatalogs:
         if self._watching is not None:
             self._watching.cancel()
 
-    def _require(self, name: str) -> None:
-        if self._catalogs.get(name) is None:
-            raise NotFound(f"no catalog is called {name!r}", code="unknown_catalog", param="catalog")
-
     async def change(self, change: Change) -> Catalog:
-        """Make a change when it is its turn. Raises Overloaded, Conflict, and what `build` raises."""
+        """Make a change when it is its turn. Raises Overloaded, NotFound, Conflict, and what `build` raises."""
         if self._waiting.total() >= MOST_WAITING:
             raise Overloaded(f"{MOST_WAITING} changes of catalogs wait already", retry_after_s=1.0)
         self._waiting[change.name] += 1
@@ -217,6 +221,8 @@ class LiveCatalogs:
     async def _replace(self, change: Change) -> Catalog:
         name = change.name
         current = self._catalogs.get(name) if name in self._catalogs.names() else None
+        if current is None and change.needs_one:
+            raise NotFound(f"no catalog is called {name!r}", code="unknown_catalog", param="catalog")
         version = 0 if current is None else current.version
         if change.if_version is not None and change.if_version != version:
             raise Conflict(
@@ -226,6 +232,10 @@ class LiveCatalogs:
             )
         started = time.perf_counter()
         catalog = await asyncio.to_thread(change.build, current)
+        if catalog is None:
+            assert current is not None
+            self._forget(name)
+            return current
         if catalog is current:
             return catalog
         if not change.numbered:
@@ -239,6 +249,15 @@ class LiveCatalogs:
         change.offered()
         self.stats.build_s[name], self.stats.swap_s[name] = built - started, time.perf_counter() - built
         return catalog
+
+    def _forget(self, name: str) -> None:
+        """Of what is counted by catalog too, so that no label stays of a name that is gone."""
+        self._catalogs.remove(name)
+        self.files.pop(name, None)
+        for seconds in (self.stats.build_s, self.stats.swap_s):
+            seconds.pop(name, None)
+        for counted in [one for one in self.stats.outcomes if one[0] == name]:
+            del self.stats.outcomes[counted]
 
     def _check(self, catalog: Catalog, path: Path) -> None:
         """Raise CatalogError for what no search could run on."""

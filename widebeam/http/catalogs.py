@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -22,6 +22,7 @@ from widebeam.http.catalog_protocol import (
     CatalogInfo,
     CatalogList,
     PutCatalog,
+    RemoveQuery,
     RollBack,
     UpdateItems,
     UploadFormat,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
     from widebeam.engine.engine import Engine
 
+T = TypeVar("T", bound=msgspec.Struct)
 MOST_UPLOADS = 2
 """Files that arrive, wait or are read at once."""
 _NAMES: dict[UploadFormat, str] = {
@@ -72,12 +74,7 @@ async def put_catalog(request: web.Request) -> web.Response:
             f"a catalog's name has at most {MAX_NAME_LENGTH} printable characters, and is not {NO_CATALOG!r}",
             param="name",
         )
-    if len(request.query) > len(set(request.query)):
-        raise InvalidRequest("a parameter of the query is there twice")
-    try:
-        query = msgspec.convert(dict(request.query), UploadQuery, strict=False)
-    except msgspec.ValidationError as error:
-        raise invalid(str(error), UploadQuery) from None
+    query = _query(request, UploadQuery)
     if query.format is UNSET:
         for field in ("if_version", "version"):
             if getattr(query, field) is not UNSET:
@@ -96,6 +93,14 @@ async def put_catalog(request: web.Request) -> web.Response:
         with _file_errors("body"):
             catalog = await _upload(request, engine, name, query)
     return json_response(_info(engine, catalog))
+
+
+async def remove_catalog(request: web.Request) -> web.Response:
+    """Offer a catalog no more; the answer says what it was."""
+    engine = working_engine(request)
+    query = _query(request, RemoveQuery)
+    if_version = None if query.if_version is UNSET else query.if_version
+    return json_response(_info(engine, await engine.live.remove(request.match_info["name"], if_version)))
 
 
 async def update_items(request: web.Request) -> web.Response:
@@ -128,6 +133,7 @@ async def check_root(app: web.Application) -> None:
 def _info(engine: Engine, catalog: Catalog) -> CatalogInfo:
     return CatalogInfo(
         name=catalog.name,
+        default=catalog.name == engine.catalogs.default,
         version=catalog.version,
         items=catalog.num_items,
         sids=catalog.num_sids,
@@ -141,6 +147,15 @@ def _info(engine: Engine, catalog: Catalog) -> CatalogInfo:
         made_at=catalog.made_at,
         earlier=[one.version for one in engine.catalogs.earlier(catalog.name)],
     )
+
+
+def _query(request: web.Request, kind: type[T]) -> T:
+    if len(request.query) > len(set(request.query)):
+        raise InvalidRequest("a parameter of the query is there twice")
+    try:
+        return msgspec.convert(dict(request.query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid(str(error), kind) from None
 
 
 def _rows(upsert: Sequence[msgspec.Raw]) -> Iterator[dict[str, Any]]:
