@@ -20,8 +20,9 @@ from tests.constraints.catalog_files import write_header, write_jsonl, write_min
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.report import inspect
+from widebeam.constraints.validation import validate
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import Conflict, InvalidRequest, NotFound
+from widebeam.errors import CatalogError, Conflict, InvalidRequest, NotFound
 
 Items = list[tuple[int | str, list[int]]]
 FIRST = (500, 40, 300, 7)
@@ -272,9 +273,44 @@ def test_header_precedence(tmp_path: Path) -> None:
     assert token(jsonl) == (3, None)
     write_header(tmp_path, header["shared"])
     assert token(jsonl) == (33, "catalog.json")
-    assert token(parquet) == (23, "items.parquet (schema metadata)")
+    with pytest.raises(CatalogError, match=r"different things of `levels`\. A header in items\.catalog"):
+        token(parquet)
     write_header(tmp_path, header["own"], "items.catalog.json")
     assert token(jsonl) == token(parquet) == (13, "items.catalog.json")
+
+
+def test_catalog_json_says_what_the_parquet_file_leaves_out_and_may_edit_it(tmp_path: Path) -> None:
+    rows = [{"item_id": i, "sid": [3], "a": i, "b": -i} for i in (1, 2)]
+    inside = {"sid": "codes", "levels": [{"first_token_id": 20}], "order": {"column": "b"}, "template": {"prefix": "x"}}
+    path = write_parquet(tmp_path / "items.parquet", rows, inside)
+
+    def first() -> tuple[object, ...]:
+        catalog = Catalog.load(path)
+        assert catalog.template is not None
+        return catalog.item_id(0), catalog.token_ids(0), catalog.template.prefix, catalog.header_place
+
+    assert first() == (2, [23], "x", "items.parquet (schema metadata)")
+    write_header(tmp_path, {"order": {"column": "a"}, "version": 7})
+    assert first() == (1, [23], "x", "catalog.json and items.parquet (schema metadata)")
+    assert Catalog.load(path).header.version == 7
+    for wrong in ({"sid": "token_ids"}, {"levels": [{"first_token_id": 20, "codes": 4}]}):
+        write_header(tmp_path, wrong)
+        with pytest.raises(CatalogError, match=f"say different things of `{next(iter(wrong))}`"):
+            first()
+
+
+@pytest.mark.parametrize("header", [None, {"order": {"column": "a"}}])
+def test_integers_that_nobody_explains_are_warned_of(tmp_path: Path, header: object) -> None:
+    path = write_jsonl(tmp_path / "items.jsonl", [{"item_id": 1, "sid": [3], "a": 1}])
+    if header is not None:
+        write_header(tmp_path, header)
+    (warning,) = Catalog.load(path).warnings
+    assert "taken for token ids" in warning
+    assert f"warning: {warning}" in validate(path).text() and validate(path).fine
+    assert warning in inspect(Catalog.load(path)).text()
+    write_header(tmp_path, {"sid": "token_ids"})
+    assert Catalog.load(path).warnings == () == validate(path).warnings
+    assert "warning" not in validate(path).text() + inspect(Catalog.load(path)).text()
 
 
 def test_report_counts_what_the_items_say(tmp_path: Path) -> None:

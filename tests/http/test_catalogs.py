@@ -378,13 +378,21 @@ def test_files_are_uploaded(subject: Subject, tmp_path: Path) -> None:
     assert list(subject.everything()[1]) == ["other", "new"]  # by the header of the version before
     assert subject.put(parquet(tmp_path / "x", rows), "?format=parquet").json["version"] == 3
     assert list(subject.everything()[1]) == ["other", "new"]
-    own = parquet(tmp_path / "x", rows, {"order": {"column": "popularity"}})
+    own = parquet(tmp_path / "x", rows, {"order": {"column": "popularity"}, "version": None})
     assert subject.put(own, "?format=parquet").json["version"] == 4
     assert list(subject.everything()[1]) == ["new", "other"]
     subject.name += "-copy"
     index = json.dumps({"7": ROW["sid"]}).encode()
     assert subject.put(index, "?format=minionerec&if_version=0").json["format"] == "minionerec"
     assert left_over() == before
+
+
+def test_integers_without_a_header_are_warned_of_in_the_log(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    subject.name += "-ids"
+    assert subject.put(b'{"item_id": 1, "sid": [11, 12]}', "?format=jsonl").status == 200
+    (record,) = [one for one in caplog.records if "token ids" in one.getMessage()]
+    assert record.levelname == "WARNING" and f"{subject.name!r} (upload)" in record.getMessage()
+    assert subject.service.call("DELETE", subject.url).status == 200
 
 
 def test_bad_files_change_nothing(subject: Subject, root: Path, tmp_path: Path) -> None:

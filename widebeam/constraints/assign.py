@@ -13,9 +13,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from widebeam.constraints.build import CODEBOOKS, ITEMS, REPORT, BuildReport, scratch_folder, with_sids
+from widebeam.constraints.build import (
+    CODEBOOKS,
+    ITEMS,
+    REPORT,
+    BuildReport,
+    scratch_folder,
+    sid_header,
+    with_header,
+    with_sids,
+)
 from widebeam.constraints.embeddings import check_values, read_embeddings
 from widebeam.constraints.encode import encode, number_apart
+from widebeam.constraints.header import Header, find_header
 from widebeam.constraints.parquet import open_parquet, read_columns
 from widebeam.errors import CatalogError, ConfigError
 
@@ -55,9 +65,15 @@ def assign(options: Assign) -> pa.Table:
             codes = np.column_stack([codes, numbers])
         table = with_sids(embeddings.table, codes)
         if options.output is not None:
-            pq.write_table(table, scratch / ITEMS)
+            pq.write_table(with_header(table, _header(folder, report)), scratch / ITEMS)
             os.replace(scratch / ITEMS, options.output)
     return table
+
+
+def _header(folder: Path, report: BuildReport) -> Header:
+    """That of the build as it is now, edits included, without its version. Raises CatalogError."""
+    header, _ = find_header(folder / ITEMS, msgspec.json.encode(sid_header(report)))
+    return msgspec.structs.replace(header, version=None)
 
 
 def json_lines(table: pa.Table) -> Iterator[str]:

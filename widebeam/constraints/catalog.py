@@ -149,6 +149,16 @@ class Catalog:
         return self.markers.resolved and all(book.resolved for book in self.codebooks)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may be other than meant."""
+        if self.sid_form == "token_ids" and self.header.sid is None:
+            return (
+                "SIDs are integers, and no header says what they are: they are taken for token ids of the model. "
+                'If they are, say "sid": "token_ids" in the header; if they are codes, its `levels` map them to tokens',
+            )
+        return ()
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """Metadata columns."""
         return self._metadata.fields

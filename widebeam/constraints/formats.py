@@ -15,7 +15,7 @@ def read(path: Path) -> tuple[Rows, Header, str | None]:
     """The rows of a catalog file, its header and where that was found. Raises CatalogError."""
     try:
         kind = _kind(path)
-        header, place = find_header(path, embedded_header(path) if kind == "parquet" else None)
+        header, place = find_header(path, header_inside(path))
         if kind == "parquet":
             rows = read_parquet(path)
         elif kind == "jsonl":
@@ -30,6 +30,11 @@ def read(path: Path) -> tuple[Rows, Header, str | None]:
     if header.sid is not None and (header.sid == "tokens") != (rows.tokens is not None):
         raise CatalogError(f"{place} says that SIDs are {header.sid}, but {path.name} gives them as {given}")
     return rows, header, place
+
+
+def header_inside(path: Path) -> bytes | None:
+    """The JSON text of the header that a file holds itself, if it does. Raises CatalogError, OSError."""
+    return embedded_header(path) if _kind(path) == "parquet" else None
 
 
 def _kind(path: Path) -> str:

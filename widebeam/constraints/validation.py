@@ -51,12 +51,15 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     """Problems beyond those listed."""
     messages: tuple[str, ...]
     """The problems as they are printed."""
+    warnings: tuple[str, ...] = ()
+    """What may be other than meant, of a file that is fine."""
 
     def text(self) -> str:
         if not self.fine:
             return "\n".join(self.messages)
         unchecked = "" if self.resolved else "; token strings were not looked up in a tokenizer (--model)"
-        return f"{self.file} is fine: {self.items:,} items under {self.sids:,} SIDs{unchecked}"
+        fine = f"{self.file} is fine: {self.items:,} items under {self.sids:,} SIDs{unchecked}"
+        return "\n".join([fine, *(f"warning: {text}" for text in self.warnings)])
 
 
 def validate(
@@ -74,5 +77,5 @@ def validate(
         )  # fmt: skip
     return Validation(
         file=str(path), fine=True, items=catalog.num_items, sids=catalog.num_sids, resolved=catalog.resolved,
-        problems=[], more=0, messages=(),
+        problems=[], more=0, messages=(), warnings=catalog.warnings,
     )  # fmt: skip

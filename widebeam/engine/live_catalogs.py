@@ -8,6 +8,7 @@ completed, even if its caller goes away.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ import msgspec
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
+from widebeam.constraints.formats import header_inside
 from widebeam.constraints.updates import Row, updated
 from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, watch
 from widebeam.errors import (
@@ -31,6 +33,7 @@ from widebeam.errors import (
     WideBeamError,
 )
 
+log = logging.getLogger(__name__)
 MOST_WAITING = 64
 """Changes that may wait or run, of all catalogs together."""
 Build = Callable[[Catalog | None], Catalog | None]
@@ -127,12 +130,14 @@ class LiveCatalogs:
             if version is not None:
                 self._catalogs.check_number(name, version)
             with file.here() as (path, seen):
-                if upload is not None and current is not None:
+                if upload is not None and current is not None and header_inside(path) is None:
                     header = _declared(current, None).header
                     path.with_name("catalog.json").write_bytes(msgspec.json.encode(header))
                 token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
                 catalog = Catalog.load(path, name=name, token_id=token_id, vocab_size=vocab_size)
                 self._check(catalog, path)
+            for warning in catalog.warnings:
+                log.warning("catalog %r (%s): %s", name, file.given if upload is None else upload, warning)
             where = str(path) if below is not None else file.given
             known = catalog.header.version
             if version is not None and known not in (None, version):
