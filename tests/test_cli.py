@@ -117,6 +117,20 @@ def test_a_catalog_is_built_and_grows(tmp_path: Path, here: Command) -> None:
     assert [row["item_id"] for row in rows] == [0, 1, 2] and {len(row["sid"]) for row in rows} == {3}
 
 
+def test_levels_of_too_few_codes_are_warned_of(tmp_path: Path, here: Command) -> None:
+    np.save(tmp_path / "items.npy", np.random.default_rng(0).normal(size=(60, 4)))
+    build = ("catalog", "build", "--embeddings", tmp_path / "items.npy", "--output")
+    done = here(*build, tmp_path / "many", "--codes", 50, "--backend", "scikit-learn")
+    books = [level["codes"] for level in json.loads((tmp_path / "many" / "build.json").read_text())["levels"]]
+    assert done.returncode == 0 and books[0] == 50 and 50 > books[1] > books[2] > 1
+    assert (
+        "level 0" not in done.stderr
+        and f"level 1 has {books[1]} codes, level 2 has {books[2]} codes in place" in done.stderr
+    )
+    assert "--codes" in done.stderr and "--levels" in done.stderr
+    assert not here(*build, tmp_path / "few", "--codes", 4, "--backend", "scikit-learn").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

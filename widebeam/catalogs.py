@@ -59,11 +59,15 @@ def run(arguments: list[str]) -> int:
 
 
 def _build(arguments: list[str]) -> int:
-    from widebeam.constraints.build import HEADER, ITEMS, Build, build
+    from widebeam.constraints.build import HEADER, ITEMS, Build, build, few_codes
 
     options: Build = parse_flags(Build, arguments, "widebeam catalog build")
-    print(build(options).text())
+    report = build(options)
+    print(report.text())
     print(f"{'written':<9} {Path(options.output) / ITEMS}, with {HEADER}, tokens and codebooks beside it")
+    if (warning := few_codes(options, report)) is not None:
+        sys.stdout.flush()
+        print(f"widebeam: warning: {warning}", file=sys.stderr)
     return 0
 
 

@@ -152,6 +152,21 @@ def build(options: Build) -> BuildReport:
     return report
 
 
+def few_codes(options: Build, report: BuildReport) -> str | None:
+    """A warning of levels that got fewer codes than were asked for, if there are any."""
+    short = [
+        f"level {number} has {level.codes} code{'s' * (level.codes > 1)}"
+        for number, level in enumerate(report.levels)
+        if level.codes < options.codes
+    ]
+    if not short:
+        return None
+    return (
+        f"{', '.join(short)} in place of {options.codes}: the levels before left too few different vectors over, of "
+        f"{report.items:,} items. A level of few codes tells little apart: take fewer --codes, or fewer --levels"
+    )
+
+
 def _header_to_keep(folder: Path, overwrite: bool) -> dict[str, Any]:
     """What an earlier catalog.json says beside the SIDs, and a refusal to replace an earlier build unasked."""
     found = [name for name in (ITEMS, HEADER, TOKENS, CODEBOOKS, REPORT) if (folder / name).exists()]
