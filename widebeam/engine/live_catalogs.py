@@ -66,6 +66,8 @@ class Change:
     """What `build` makes has its number."""
     offered: Callable[[], None] = lambda: None
     """Called at once when new searches get it."""
+    built_s: float = 0.0
+    """Seconds that went into it before its turn."""
     keep: Callable[[Catalog], None] | None = None
     """Gets what is on the device now, in the place of new searches."""
 
@@ -110,6 +112,12 @@ class LiveCatalogs:
         """
         change = self.loading(path, name, if_version, version, below, upload)
         return await self.change(replace(change, needs_one=again))
+
+    async def read(self, path: str | Path, name: str | None = None) -> Change:
+        """A `load` whose file is read and checked now: the change offers what it holds then. Raises CatalogError."""
+        change, started = self.loading(path, name), time.perf_counter()
+        catalog = await asyncio.to_thread(change.build, None)
+        return replace(change, build=lambda _: catalog, built_s=time.perf_counter() - started)
 
     def loading(
         self,
@@ -252,7 +260,8 @@ class LiveCatalogs:
             return catalog
         self._catalogs.add(catalog)
         change.offered()
-        self.stats.build_s[name], self.stats.swap_s[name] = built - started, time.perf_counter() - built
+        self.stats.build_s[name] = change.built_s + built - started
+        self.stats.swap_s[name] = time.perf_counter() - built
         return catalog
 
     def _forget(self, name: str) -> None:
