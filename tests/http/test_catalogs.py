@@ -387,6 +387,29 @@ def test_files_are_uploaded(subject: Subject, tmp_path: Path) -> None:
     assert left_over() == before
 
 
+def test_every_change_is_logged(subject: Subject, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As numbers, and the request's own line names the catalog; what fails is no change."""
+    caplog.set_level("INFO")
+    replaced = [subject.rows["item-1"] | {"title": "x"}, subject.rows["item-2"] | {"sid": ROW["sid"]}]
+    assert subject.change([ROW, *replaced], ["item-5", "item-6"]).headers["x-catalog-version"] == "2"
+    assert subject.change([{}]).status == 400
+    assert subject.roll_back(1).status == subject.roll_back(1).status == 200
+    lines = [json.dumps(row) for row in [*list(subject.rows.values())[:50], ROW]]
+    assert subject.put("\n".join(lines).encode(), "?format=jsonl").status == 200
+    assert subject.service.call("DELETE", subject.url).status == 200
+    fields = [one.fields for one in caplog.records if getattr(one, "fields", {}).get("catalog") == subject.name]  # type: ignore[attr-defined]
+    changes = [tuple(one.values())[1:] for one in fields if "came" in one]
+    assert changes == [
+        (1, 2, 1, 2, 2, "update of version 1"),
+        (2, 1, 2, 1, 1, str(root / "items.jsonl")),
+        (1, 3, 1, 0, 10, "upload"),
+        (3, 0, 0, 0, 51, "removed"),
+    ]
+    requests = [(one["method"], one["version"]) for one in fields if "method" in one]
+    assert requests == [("POST", 2), ("POST", 1), ("POST", 1), ("PUT", 3), ("DELETE", 3)]
+    assert "version 1 -> 2, 1 items came, 2 changed, 2 went (update of version 1)" in caplog.text
+
+
 def test_integers_without_a_header_are_warned_of_in_the_log(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
     subject.name += "-ids"
     assert subject.put(b'{"item_id": 1, "sid": [11, 12]}', "?format=jsonl").status == 200

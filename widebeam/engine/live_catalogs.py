@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import msgspec
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
+from widebeam.constraints.difference import Difference, difference
 from widebeam.constraints.formats import header_inside
 from widebeam.constraints.updates import Row, updated
 from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, watch
@@ -64,6 +65,8 @@ class Change:
     """Only if there is such a catalog when its turn comes."""
     numbered: bool = False
     """What `build` makes has its number."""
+    count: Callable[[Catalog | None, Catalog | None], Difference] = difference
+    """Of the versions before and after, for the log. Runs on a thread."""
     offered: Callable[[], None] = lambda: None
     """Called at once when new searches get it."""
     built_s: float = 0.0
@@ -175,12 +178,24 @@ class LiveCatalogs:
         `version`: its number. Raises NotFound, Conflict, Overloaded, and InvalidRequest as `updates.updated` does.
         """
 
+        rows = 0
+
+        def counted() -> Iterator[Row]:
+            nonlocal rows
+            for rows, row in enumerate(upsert, 1):  # noqa: B007 (it is used when all are read)
+                yield row
+
         def build(current: Catalog | None) -> Catalog:
             assert current is not None
             self._catalogs.check_number(name, version)
-            return _declared(updated(current, upsert, remove, self._vocabulary), version)
+            return _declared(updated(current, counted(), remove, self._vocabulary), version)
 
-        return await self.change(Change(name, build, if_version, needs_one=True))
+        def count(before: Catalog | None, after: Catalog | None) -> Difference:
+            assert before is not None and after is not None
+            came = after.num_items - before.num_items + len(remove)
+            return Difference(came, rows - came, len(remove))
+
+        return await self.change(Change(name, build, if_version, needs_one=True, count=count))
 
     async def roll_back(self, name: str, version: int, if_version: int | None = None) -> Catalog:
         """Offer an earlier version again, under its number. Raises NotFound, Conflict, Overloaded."""
@@ -248,6 +263,7 @@ class LiveCatalogs:
         if catalog is None:
             assert current is not None
             self._forget(name)
+            await self._log(change, current, None)
             return current
         if catalog is current:
             return catalog
@@ -262,7 +278,24 @@ class LiveCatalogs:
         change.offered()
         self.stats.build_s[name] = change.built_s + built - started
         self.stats.swap_s[name] = time.perf_counter() - built
+        await self._log(change, current, catalog)
         return catalog
+
+    async def _log(self, change: Change, before: Catalog | None, after: Catalog | None) -> None:
+        """The line of a change that was made; version 0 stands for none."""
+        versions = [0 if one is None else one.version for one in (before, after)]
+        numbers = (await asyncio.to_thread(change.count, before, after))._asdict()
+        source = "removed" if after is None else after.source
+        log.info(
+            "catalog %r: version %d -> %d, %d items came, %d changed, %d went (%s)",
+            *(change.name, *versions, *numbers.values(), source),
+            extra={
+                "fields": {
+                    "catalog": change.name, "version_before": versions[0], "version": versions[1], **numbers,
+                    "source": source,
+                }
+            },
+        )  # fmt: skip
 
     def _forget(self, name: str) -> None:
         """Of what is counted by catalog too, so that no label stays of a name that is gone."""

@@ -28,7 +28,7 @@ from widebeam.http.catalog_protocol import (
     UploadFormat,
     UploadQuery,
 )
-from widebeam.http.keys import SERVER_CONFIG, UPLOADS, working_engine
+from widebeam.http.keys import FACTS, SERVER_CONFIG, UPLOADS, working_engine
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
@@ -92,7 +92,7 @@ async def put_catalog(request: web.Request) -> web.Response:
     else:
         with _file_errors("body"):
             catalog = await _upload(request, engine, name, query)
-    return json_response(_info(engine, catalog))
+    return _changed(request, engine, catalog)
 
 
 async def remove_catalog(request: web.Request) -> web.Response:
@@ -100,7 +100,7 @@ async def remove_catalog(request: web.Request) -> web.Response:
     engine = working_engine(request)
     query = _query(request, RemoveQuery)
     if_version = None if query.if_version is UNSET else query.if_version
-    return json_response(_info(engine, await engine.live.remove(request.match_info["name"], if_version)))
+    return _changed(request, engine, await engine.live.remove(request.match_info["name"], if_version))
 
 
 async def update_items(request: web.Request) -> web.Response:
@@ -112,7 +112,7 @@ async def update_items(request: web.Request) -> web.Response:
         catalog = await engine.live.update(
             request.match_info["name"], _rows(body.upsert), body.remove, body.if_version, version=body.version
         )
-    return json_response(_info(engine, catalog))
+    return _changed(request, engine, catalog)
 
 
 async def roll_back(request: web.Request) -> web.Response:
@@ -120,7 +120,7 @@ async def roll_back(request: web.Request) -> web.Response:
     engine = working_engine(request)
     body = decode(_ROLL_BACK, await read_body(request))
     catalog = await engine.live.roll_back(request.match_info["name"], body.version, body.if_version)
-    return json_response(_info(engine, catalog))
+    return _changed(request, engine, catalog)
 
 
 async def check_root(app: web.Application) -> None:
@@ -128,6 +128,13 @@ async def check_root(app: web.Application) -> None:
     root = app[SERVER_CONFIG].catalog_root
     if root is not None and not await asyncio.to_thread(Path(root).is_dir):
         raise ConfigError(f"--catalog-root: {root} is not a folder")
+
+
+def _changed(request: web.Request, engine: Engine, catalog: Catalog) -> web.Response:
+    """The answer to a change, whose line in the log says of which catalog it was."""
+    facts = request[FACTS]
+    facts.catalog, facts.version = catalog.name, catalog.version
+    return json_response(_info(engine, catalog))
 
 
 def _info(engine: Engine, catalog: Catalog) -> CatalogInfo:
