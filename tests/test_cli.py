@@ -99,6 +99,18 @@ def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_
     assert done.returncode == 2 and "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
 
 
+def test_a_reader_that_has_seen_enough_gets_no_traceback(catalog_file: Path) -> None:
+    """As `| head -1`: the pipe is closed before anything is written."""
+    for command in (["--help"], ["catalog", "inspect", str(catalog_file)]):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "widebeam", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 1), command
+        process.stderr.close()
+
+
 def test_a_catalog_is_built_and_grows(tmp_path: Path, here: Command) -> None:
     """Every command as a user types it; a bar is shown on a terminal only."""
     vectors = np.random.default_rng(0).normal(size=(90, 6))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -79,13 +78,8 @@ def _assign(arguments: list[str]) -> int:
     if options.output is not None:
         print(f"{options.output}: {len(table):,} items")
         return 0
-    try:
-        for line in json_lines(table):
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough; Python would complain once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    for line in json_lines(table):
+        print(line)
     return 0
 
 

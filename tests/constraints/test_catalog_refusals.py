@@ -255,6 +255,17 @@ NOT_LISTS = "column 'sid' must hold lists of integers or of strings, not"
             [" row 1: item 'b' has no sid", " row 2: item 'c' has no sid", " row 3: item 'd': sid has a missing entry"],
         ),
         (["a", None, "", "d"], ONES, [" row 1: item_id is missing", " row 2: item_id is empty"]),
+        (
+            ["a", None, "", "d"],
+            pa.array([[1], None, [1, None], []]),
+            [
+                " row 1: item_id is missing",
+                " row 1: the item has no sid",
+                " row 2: item_id is empty",
+                " row 2: the item: sid has a missing entry",
+                " row 3: item 'd' has no sid",
+            ],
+        ),
         ([1, 2, 3, 1], ONES, [" row 3: item 1 is there twice, first at x.parquet row 0"]),
         (["a", "b", "c", "b"], ONES, [" row 3: item 'b' is there twice, first at x.parquet row 1"]),
         (
@@ -288,6 +299,24 @@ def test_bad_parquet(tmp_path: Path, ids: Any, sids: pa.Array, problems: list[st
     pq.write_table(pa.table({"item_id": ids, "sid": sids}), tmp_path / "x.parquet", row_group_size=row_group_size)
     error = refusal(tmp_path / "x.parquet", token_id=TOKENS.get, vocab_size=100)
     assert error.problems == [f"x.parquet{problem}" for problem in problems]
+
+
+def test_tokens_that_the_tokenizer_lacks_are_said_once_where_they_are_many(tmp_path: Path) -> None:
+    """Beside what else is wrong; a few are named each."""
+
+    def refused(items: int) -> list[str]:
+        rows = [{"item_id": i, "sid": [f"<a_{i % 2}>", f"<z_{i % 40}>"]} for i in range(items)]
+        path = write_jsonl(tmp_path / "items.jsonl", rows)
+        return refusal(path, token_id=TOKENS.get, vocab_size=11).problems
+
+    few, many = refused(3), refused(300)
+    assert [line for line in few if "no token" in line] == [
+        f"items.jsonl:{i + 1}: item {i}: level 1: the tokenizer has no token '<z_{i}>'" for i in range(3)
+    ]
+    lost = [line for line in many if "tokenizer" in line]
+    assert len(lost) == 1 and "SIDs of 300 items have tokens that the tokenizer lacks, 40 of all levels" in lost[0]
+    assert "no token '<z_0>'" in lost[0] and "added_tokens.json" in lost[0] and "docs/catalogs.md" in lost[0]
+    assert sum("outside the vocabulary" in line for line in many) == 19 and many[-1] == "... and 131 more"
 
 
 def test_parquet_columns(tmp_path: Path) -> None:
