@@ -94,7 +94,7 @@ def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_
     done = here("catalog", "validate", bad, "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["fine"], found["more"]) == (1, False, 0)
-    assert [(one["file"], one["line"]) for one in found["problems"]] == [("bad.jsonl", 2), ("bad.jsonl", 3)]
+    assert [(one["file"], one["line"]) for one in found["problems"]] == [(str(bad), 2), (str(bad), 3)]
     done = here("catalog", "inspect", bad)
     assert done.returncode == 2 and "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
 

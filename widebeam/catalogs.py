@@ -91,7 +91,7 @@ def _inspect(arguments: list[str]) -> int:
     options: Inspect = parse_flags(Inspect, flags, "widebeam catalog inspect FILE")
     model = _Model(options.model)
     started = time.perf_counter()
-    catalog = Catalog.load(file, token_id=model.token_id, vocab_size=model.vocab_size)
+    catalog = Catalog.load(file, shown=str(file), token_id=model.token_id, vocab_size=model.vocab_size)
     load_s = time.perf_counter() - started
     report = inspect(catalog, load_s=load_s)
     print(_json(report) if options.json else report.text())

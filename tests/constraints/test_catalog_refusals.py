@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.constraints.catalog_files import write_header, write_jsonl, write_minionerec
+from tests.constraints.catalog_files import write_header, write_jsonl, write_minionerec, write_parquet
 from widebeam.constraints.catalog import Catalog
 from widebeam.errors import CatalogError
 
@@ -429,9 +429,29 @@ def test_a_catalog_called_catalog_json_is_not_its_own_header(tmp_path: Path) -> 
     assert str(refusal(tmp_path / "catalog.json")).startswith("catalog.json: packed SIDs do not say which tokens")
 
 
+@pytest.mark.parametrize("shown", ["shop/items.parquet", "s3://bucket/shop/items.parquet"])
+def test_messages_call_a_file_as_it_was_named(tmp_path: Path, shown: str) -> None:
+    """And what lies beside it alike."""
+    folder = shown.removesuffix("items.parquet")
+    path = write_parquet(tmp_path / "items.parquet", [{"item_id": 1, "sid": [1]}] * 2, {"levels": LEVELS[:1]})
+    twice = refusal(path, shown=shown)
+    assert twice.problems == [f"{shown} row 1: item 1 is there twice, first at {shown} row 0"]
+    write_header(tmp_path, {"levels": LEVELS})
+    assert str(refusal(path, shown=shown)).startswith(f"{folder}catalog.json and {shown} (schema metadata) say")
+    write_header(tmp_path, {"sidd": 1})
+    assert str(refusal(path, shown=shown)).startswith(f"{folder}catalog.json: Object contains unknown field")
+    rows = [{"item_id": "x", "sid": ["<a_0>"], "title": "X"}]
+    mini = write_minionerec(tmp_path, rows)
+    mini.write_text("{}")
+    write_header(tmp_path, {})
+    (problem,) = refusal(mini, shown=f"{folder}Toys.index.json").problems
+    assert problem == f"{folder}Toys.item.json: item 'x' has no sid in {folder}Toys.index.json"
+
+
 def test_files_that_are_no_catalog(tmp_path: Path) -> None:
-    assert str(refusal(tmp_path / "no.jsonl")) == f"cannot read {tmp_path / 'no.jsonl'}: No such file or directory"
-    assert str(refusal(tmp_path)) == f"{tmp_path} is a folder; a catalog is one file"
+    missing = refusal(tmp_path / "no.jsonl", shown="shop/no.jsonl")
+    assert str(missing) == "cannot read shop/no.jsonl: No such file or directory"
+    assert str(refusal(tmp_path, shown="shop")) == "shop is a folder; a catalog is one file"
     (tmp_path / "items.csv").write_text("item_id,sid\n")
     assert str(refusal(tmp_path / "items.csv")).startswith("items.csv: not a known catalog format; name it .parquet")
     for name in ("empty.jsonl", "blank.jsonl"):

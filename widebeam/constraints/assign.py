@@ -72,7 +72,7 @@ def assign(options: Assign) -> pa.Table:
 
 def _header(folder: Path, report: BuildReport) -> Header:
     """That of the build as it is now, edits included, without its version. Raises CatalogError."""
-    header, _ = find_header(folder / ITEMS, msgspec.json.encode(sid_header(report)))
+    header, _ = find_header(folder / ITEMS, msgspec.json.encode(sid_header(report)), str(folder / ITEMS))
     return msgspec.structs.replace(header, version=None)
 
 
@@ -100,7 +100,7 @@ def _numbers(catalog: Path, item_ids: pa.ChunkedArray, codes: np.ndarray, limit:
     """The last code of each new item, by what the catalog's items have."""
     if not catalog.exists():
         raise CatalogError(f"{catalog} is missing; which numbers are taken can be known from it alone")
-    table = read_columns(open_parquet(catalog), catalog.name, ["item_id", "sid"])
+    table = read_columns(open_parquet(catalog, catalog.name), catalog.name, ["item_id", "sid"])
     known = pc.list_flatten(table.column("sid")).to_numpy().reshape(len(table), -1)
     if known.shape[1] != codes.shape[1] + 1:
         raise CatalogError(f"{catalog.name} has SIDs of {known.shape[1]} levels, not {codes.shape[1] + 1}")

@@ -104,8 +104,14 @@ def base_name(path: Path) -> str:
     return name.removesuffix(".index.json") if name.endswith(".index.json") else path.stem
 
 
-def find_header(path: Path, embedded: bytes | None) -> tuple[Header, str | None]:
-    """The header of a catalog file and where it was found.
+def beside(name: str, other: str) -> str:
+    """What messages call another file in the folder of one that they call `name`."""
+    folder, slash, _ = name.rpartition("/")
+    return folder + slash + other
+
+
+def find_header(path: Path, embedded: bytes | None, name: str) -> tuple[Header, str | None]:
+    """The header of a catalog file, which messages call `name`, and where it was found.
 
     `NAME.catalog.json` beside the file is the header, whole. Without it that is `catalog.json` in the same folder, and
     what this leaves out is as the header inside a parquet file says. Without any, a header of defaults and None. Raises
@@ -113,26 +119,28 @@ def find_header(path: Path, embedded: bytes | None) -> tuple[Header, str | None]
     """
     own = path.with_name(f"{base_name(path)}.catalog.json")
     if own.is_file():
-        return _decode(own.read_bytes(), own.name), own.name
+        place = beside(name, own.name)
+        return _decode(own.read_bytes(), place), place
     found = []
     shared = path.with_name("catalog.json")
     if shared.is_file() and shared != path:
-        found.append((_decode(shared.read_bytes(), shared.name), shared.name))
+        place = beside(name, shared.name)
+        found.append((_decode(shared.read_bytes(), place), place))
     if embedded is not None:
-        place = f"{path.name} (schema metadata)"
+        place = f"{name} (schema metadata)"
         found.append((_decode(embedded, place), place))
     if len(found) < 2:
         return found[0] if found else (Header(), None)
-    (beside, name), (inside, place) = found
-    return _joined(beside, inside, f"{name} and {place}", own.name), f"{name} and {place}"
+    (outside, place), (inside, other) = found
+    return _joined(outside, inside, f"{place} and {other}", own.name), f"{place} and {other}"
 
 
-def _joined(beside: Header, inside: Header, places: str, own: str) -> Header:
+def _joined(outside: Header, inside: Header, places: str, own: str) -> Header:
     """The header beside a file, with what it leaves out from inside. Raises CatalogError."""
     said = {
         field.name: value
         for field in msgspec.structs.fields(Header)
-        if (value := getattr(beside, field.name)) != field.default and value != {}
+        if (value := getattr(outside, field.name)) != field.default and value != {}
     }
     for name in _AGREED:
         other = getattr(inside, name)

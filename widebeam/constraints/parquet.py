@@ -25,24 +25,24 @@ def is_parquet(path: Path) -> bool:
         return path.suffix in (".parquet", ".pq") or file.read(4) == b"PAR1"
 
 
-def embedded_header(path: Path) -> bytes | None:
+def embedded_header(path: Path, name: str) -> bytes | None:
     """The JSON text under the schema metadata key `widebeam`, if there is one."""
-    return (open_parquet(path).schema_arrow.metadata or {}).get(PARQUET_KEY)
+    return (open_parquet(path, name).schema_arrow.metadata or {}).get(PARQUET_KEY)
 
 
-def read_parquet(path: Path) -> Rows:
+def read_parquet(path: Path, name: str) -> Rows:
     """Columns `item_id` (integers or strings), `sid` (lists of integers or of strings), any others as metadata.
 
     Rows are counted from 0 in messages. Raises CatalogError.
     """
-    file = open_parquet(path)
-    table = read_columns(file, path.name)
-    _check_schema(path.name, table.schema)
+    file = open_parquet(path, name)
+    table = read_columns(file, name)
+    _check_schema(name, table.schema)
 
     def where(row: int) -> str:
-        return f"{path.name} row {row}"
+        return f"{name} row {row}"
 
-    problems = Problems(path.name)
+    problems = Problems(name)
     ids = table.column("item_id")
     _check_ids(ids, problems, where)
 
@@ -51,15 +51,15 @@ def read_parquet(path: Path) -> Rows:
         return "the item" if item_id in (None, "") else f"item {item_id!r}"
 
     lengths, values, tokens = _sids(table.column("sid"), item, problems, where)
-    return Rows("parquet", ItemIds.from_arrow(ids), lengths, values, tokens, _metadata(path.name, table), where)
+    return Rows("parquet", ItemIds.from_arrow(ids), lengths, values, tokens, _metadata(name, table), where)
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Raises CatalogError."""
+def open_parquet(path: Path, name: str) -> pq.ParquetFile:
+    """Raises CatalogError, which calls the file by `name`."""
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for names of columns
-        raise CatalogError(f"{path.name}: not a readable parquet file: {one_line(error)}") from None
+        raise CatalogError(f"{name}: not a readable parquet file: {one_line(error)}") from None
 
 
 def read_columns(file: pq.ParquetFile, name: str, columns: list[str] | None = None) -> pa.Table:

@@ -20,6 +20,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that is wrong."""
 
     file: str
+    """As it was named."""
     line: int | None = None
     """Of a JSONL file, from 1."""
     row: int | None = None
@@ -31,7 +32,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """From a message about the catalog at `path`, its header or its metadata."""
         match = PLACE.fullmatch(text)
         if match is None or not path.with_name(match["file"].rsplit("/")[-1]).is_file():
-            return cls(file=path.name, reason=text)
+            return cls(file=str(path), reason=text)
         line, row = (None if match[name] is None else int(match[name]) for name in ("line", "row"))
         return cls(file=match["file"], line=line, row=row, reason=match["reason"])
 
@@ -67,7 +68,7 @@ def validate(
 ) -> Validation:
     """Read and check a catalog file as a server does (see Catalog.load)."""
     try:
-        catalog = Catalog.load(path, token_id=token_id, vocab_size=vocab_size)
+        catalog = Catalog.load(path, shown=str(path), token_id=token_id, vocab_size=vocab_size)
     except CatalogError as error:
         more = sum(int(found[1]) for text in error.problems if (found := MORE.fullmatch(text)))
         problems = [Problem.of(text, path) for text in error.problems if not MORE.fullmatch(text)]

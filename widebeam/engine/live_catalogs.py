@@ -134,6 +134,7 @@ class LiveCatalogs:
         """What `load` does, to be changed or done."""
         file = CatalogFile(str(path), below)
         name = file.name if name is None else name
+        shown = file.given if upload is None else Path(file.given).name
         seen: Fingerprint = ()
 
         def build(current: Catalog | None) -> Catalog:
@@ -141,12 +142,12 @@ class LiveCatalogs:
             if version is not None:
                 self._catalogs.check_number(name, version)
             with file.here() as (path, seen):
-                if upload is not None and current is not None and header_inside(path) is None:
+                if upload is not None and current is not None and header_inside(path, shown) is None:
                     header = _declared(current, None).header
                     path.with_name("catalog.json").write_bytes(msgspec.json.encode(header))
                 token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
-                catalog = Catalog.load(path, name=name, token_id=token_id, vocab_size=vocab_size)
-                self._check(catalog, path)
+                catalog = Catalog.load(path, name=name, shown=shown, token_id=token_id, vocab_size=vocab_size)
+                self._check(catalog, shown)
             for warning in catalog.warnings:
                 log.warning("catalog %r (%s): %s", name, file.given if upload is None else upload, warning)
             where = str(path) if below is not None else file.given
@@ -306,15 +307,13 @@ class LiveCatalogs:
         for counted in [one for one in self.stats.outcomes if one[0] == name]:
             del self.stats.outcomes[counted]
 
-    def _check(self, catalog: Catalog, path: Path) -> None:
+    def _check(self, catalog: Catalog, shown: str) -> None:
         """Raise CatalogError for what no search could run on."""
         if not catalog.resolved:
-            raise CatalogError(
-                f"{path.name} spells SIDs as token strings, but the model has no tokenizer to resolve them"
-            )
+            raise CatalogError(f"{shown} spells SIDs as token strings, but the model has no tokenizer to resolve them")
         if catalog.depth > self._deepest:
             raise CatalogError(
-                f"{path.name}: there is no room for SIDs of {catalog.depth} tokens: --max-levels and "
+                f"{shown}: there is no room for SIDs of {catalog.depth} tokens: --max-levels and "
                 f"--max-context-len allow {self._deepest}"
             )
 
