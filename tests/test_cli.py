@@ -96,9 +96,21 @@ def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_
     done = here("catalog", "validate", bad, "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["fine"], found["more"]) == (1, False, 0)
-    assert [(one["file"], one["line"]) for one in found["problems"]] == [("bad.jsonl", 2), ("bad.jsonl", 3)]
+    assert [(one["file"], one["line"]) for one in found["problems"]] == [(str(bad), 2), (str(bad), 3)]
     done = here("catalog", "inspect", bad)
     assert done.returncode == 2 and "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(catalog_file: Path) -> None:
+    """As `| head -1`: the pipe is closed before anything is written."""
+    for command in (["--help"], ["catalog", "inspect", str(catalog_file)]):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "widebeam", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 1), command
+        process.stderr.close()
 
 
 def test_a_catalog_is_built_and_grows(tmp_path: Path, here: Command) -> None:
@@ -117,6 +129,20 @@ def test_a_catalog_is_built_and_grows(tmp_path: Path, here: Command) -> None:
     done = here("catalog", "assign", "--codebooks", tmp_path / "out", "--embeddings", tmp_path / "new.npy")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["item_id"] for row in rows] == [0, 1, 2] and {len(row["sid"]) for row in rows} == {3}
+
+
+def test_levels_of_too_few_codes_are_warned_of(tmp_path: Path, here: Command) -> None:
+    np.save(tmp_path / "items.npy", np.random.default_rng(0).normal(size=(60, 4)))
+    build = ("catalog", "build", "--embeddings", tmp_path / "items.npy", "--output")
+    done = here(*build, tmp_path / "many", "--codes", 50, "--backend", "scikit-learn")
+    books = [level["codes"] for level in json.loads((tmp_path / "many" / "build.json").read_text())["levels"]]
+    assert done.returncode == 0 and books[0] == 50 and 50 > books[1] > books[2] > 1
+    assert (
+        "level 0" not in done.stderr
+        and f"level 1 has {books[1]} codes, level 2 has {books[2]} codes in place" in done.stderr
+    )
+    assert "--codes" in done.stderr and "--levels" in done.stderr
+    assert not here(*build, tmp_path / "few", "--codes", 4, "--backend", "scikit-learn").stderr
 
 
 @pytest.mark.parametrize(

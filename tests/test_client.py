@@ -8,8 +8,9 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +218,15 @@ async def test_cancelling_a_call_frees_the_request(service: Service) -> None:
             await until(lambda: service.engine.stats().requests_in_flight == 0)
             with pytest.raises(asyncio.CancelledError):
                 await call
+
+
+@pytest.mark.parametrize("kind", [str, Path, Path.open], ids=["str", "path", "text file"])
+def test_a_path_is_no_file_to_upload(service: Service, catalog_file: Path, kind: Callable[[Path], Any]) -> None:
+    given = kind(catalog_file)
+    with Client(service.url) as client, pytest.raises(TypeError, match=r"not (str|PosixPath|TextIOWrapper): .* path="):
+        client.put_catalog("shop", file=given, format="jsonl")
+    if hasattr(given, "close"):
+        given.close()
 
 
 async def test_closing_fails_what_runs_and_frees_it(service: Service) -> None:

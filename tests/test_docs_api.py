@@ -63,7 +63,7 @@ async def test_every_route_is_listed_and_every_listed_route_exists() -> None:
     routes = build_app(engine, ServerConfig()).router.routes()
     await engine.stop()
     real = {(r.method, r.resource.canonical) for r in routes if r.resource is not None and r.method != hdrs.METH_HEAD}
-    assert set(re.findall(r"`(GET|POST|PUT) (/[^`]+)`", API)) == real
+    assert set(re.findall(r"`(GET|POST|PUT|DELETE) (/[^`]+)`", API)) == real
 
 
 def test_every_field_is_named_in_its_route() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 from urllib.parse import quote, urlencode
@@ -53,6 +54,11 @@ class CatalogCalls:
         body = {"version": version, "if_version": if_version}
         return await self._change("POST", f"{_catalog_path(name)}/rollback", encode(body))
 
+    async def remove_catalog(self, name: str, *, if_version: int | None = None) -> CatalogInfo:
+        """Remove a catalog, with its earlier versions; what it was. Searches that run finish on it."""
+        query = "" if if_version is None else f"?if_version={if_version}"
+        return await self._change("DELETE", f"{_catalog_path(name)}{query}", None)
+
     async def put_catalog(
         self,
         name: str,
@@ -63,9 +69,17 @@ class CatalogCalls:
         if_version: int | None = None,
         version: int | None = None,
     ) -> CatalogInfo:
-        """Load a catalog from a path below the server's catalog root, or from an open file, which is uploaded."""
+        """Load a catalog from a path below the server's catalog root, or from an open file, which is uploaded.
+
+        Raises TypeError for a `file` that is a path, or open as text: what was uploaded would be something else.
+        """
         if (path is None) == (file is None):
             raise InvalidRequest("give either path or file", param="path")
+        if file is not None and (not hasattr(file, "read") or isinstance(file, io.TextIOBase)):
+            raise TypeError(
+                f"file must be a binary file that is open, as of open(.., 'rb'), not {type(file).__name__}: to load a "
+                "file that the server has, give path=, relative to its --catalog-root"
+            )
         if file is None:
             body = {"path": path, "if_version": if_version, "version": version}
             return await self._change("PUT", _catalog_path(name), encode(body))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -59,11 +58,15 @@ def run(arguments: list[str]) -> int:
 
 
 def _build(arguments: list[str]) -> int:
-    from widebeam.constraints.build import HEADER, ITEMS, Build, build
+    from widebeam.constraints.build import HEADER, ITEMS, Build, build, few_codes
 
     options: Build = parse_flags(Build, arguments, "widebeam catalog build")
-    print(build(options).text())
+    report = build(options)
+    print(report.text())
     print(f"{'written':<9} {Path(options.output) / ITEMS}, with {HEADER}, tokens and codebooks beside it")
+    if (warning := few_codes(options, report)) is not None:
+        sys.stdout.flush()
+        print(f"widebeam: warning: {warning}", file=sys.stderr)
     return 0
 
 
@@ -75,13 +78,8 @@ def _assign(arguments: list[str]) -> int:
     if options.output is not None:
         print(f"{options.output}: {len(table):,} items")
         return 0
-    try:
-        for line in json_lines(table):
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough; Python would complain once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    for line in json_lines(table):
+        print(line)
     return 0
 
 
@@ -93,7 +91,7 @@ def _inspect(arguments: list[str]) -> int:
     options: Inspect = parse_flags(Inspect, flags, "widebeam catalog inspect FILE")
     model = _Model(options.model)
     started = time.perf_counter()
-    catalog = Catalog.load(file, token_id=model.token_id, vocab_size=model.vocab_size)
+    catalog = Catalog.load(file, shown=str(file), token_id=model.token_id, vocab_size=model.vocab_size)
     load_s = time.perf_counter() - started
     report = inspect(catalog, load_s=load_s)
     print(_json(report) if options.json else report.text())

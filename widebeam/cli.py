@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -30,8 +31,20 @@ answer is for a model of Qwen3-1.7B's shape. Nothing is loaded or changed. The e
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command and exit: 0 fine, 1 the request or the file that it validates is wrong, 2 it cannot start."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run one command and exit: 0 fine, 1 the request or the file that it validates is wrong, or nobody reads what is
+    printed, 2 it cannot start."""
+    try:
+        try:
+            status = _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough; Python would complain once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
+
+
+def _run(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,
         "generate": _generate,
@@ -42,24 +55,24 @@ def main(argv: list[str] | None = None) -> None:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print(USAGE, end="")
-        sys.exit(0)
+        return 0
     if name == "--version":
         from widebeam import __version__
 
         print(__version__)
-        sys.exit(0)
+        return 0
     if name not in commands:
         print(f"widebeam: unknown command {name!r}\n\n{USAGE}", end="", file=sys.stderr)
-        sys.exit(2)
+        return 2
     try:
-        sys.exit(commands[name](arguments[1:]))
+        return commands[name](arguments[1:])
     except StartupError as error:
         lines = [*getattr(error, "problems", [])] or [str(error)]
         print("\n".join(f"widebeam: {line}" for line in lines), file=sys.stderr)
-        sys.exit(2)
+        return 2
     except RequestError as error:
         print(f"widebeam: {error.message}", file=sys.stderr)
-        sys.exit(1)
+        return 1
 
 
 def _serve(arguments: list[str]) -> int:

@@ -139,5 +139,6 @@ class Client:
     catalog = _blocking(AsyncClient.catalog)
     update_items = _blocking(AsyncClient.update_items)
     rollback = _blocking(AsyncClient.rollback)
+    remove_catalog = _blocking(AsyncClient.remove_catalog)
     put_catalog = _blocking(AsyncClient.put_catalog)
     health = _blocking(AsyncClient.health)

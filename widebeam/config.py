@@ -34,6 +34,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Catalog file, or URI of one in object storage, or several, behind one flag or several: parquet, JSONL, MiniOneRec
     index.json or packed sid2pid JSON. Requests choose one by its name: the file's without its ending, or NAME if this
     says NAME=FILE. Without any, every token is legal."""
+    default_catalog: str | None = None
+    """Name of the catalog that requests get which name none. By default the one of --catalog if it is one, or without
+    any the first that comes; of several none is the default. Catalogs that come later change nothing about it."""
     catalog_memory_gib: Annotated[float, Meta(ge=0, le=MAX_GIB)] = 1.0
     """Memory on the device for the prefix trees of all catalogs, 20 bytes a node; a new version lies beside the one
     before. `widebeam catalog inspect` says what one takes."""

@@ -21,7 +21,8 @@ from widebeam.config import ALIASES, EngineConfig, ServerConfig
 GROUPS = {
     "Model": "model revision device dtype quantization attention_backend max_context_len max_levels",
     "Search": "max_beam_width default_beam_width",
-    "Catalogs": "catalog catalog_memory_gib filter_memory_gib catalog_history watch_catalogs watch_interval_s",
+    "Catalogs": "catalog default_catalog catalog_memory_gib filter_memory_gib catalog_history watch_catalogs "
+    "watch_interval_s",
     "Memory": "gpu_memory_utilization kv_cache_dtype page_size max_total_tokens beam_kv_tokens",
     "Prefix cache": "prefix_cache prefix_cache_eviction prefix_cache_host_gib check_host_pages",
     "Scheduling": "max_wave_tokens max_wave_rows max_wave_requests max_waiting_requests max_waiting_rows "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,12 @@ def npy(vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("embeddings") / "items.npy"
     np.save(path, vectors)
     return path
+
+
+@pytest.fixture
+def token_of() -> Callable[[str], int]:
+    """Ids of SID tokens, as a tokenizer that knows them all would have them."""
+    return lambda token: 1000 * "abcdefgh".index(token[1]) + int(token[3:-1])
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,29 @@ def test_assigned_items_are_a_catalog(built: Path, vectors: np.ndarray, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "catalog.json", "lines.jsonl", "new.parquet", "sids.parquet",
     ]  # fmt: skip
+
+
+def test_what_is_written_means_the_same_anywhere(
+    built: Path, vectors: np.ndarray, tmp_path: Path, token_of: Callable[[str], int]
+) -> None:
+    """Alone in a folder, a file is read as beside the build's catalog.json, with what that says now."""
+    folder, np_file = tmp_path / "made", tmp_path / "new.npy"
+    shutil.copytree(built, folder)
+    np.save(np_file, vectors[:5])
+    header = json.loads((folder / "catalog.json").read_text()) | {"template": {"prefix": "watched "}, "version": 4}
+    (folder / "catalog.json").write_text(json.dumps(header))
+    assigned(folder, np_file, output=str(tmp_path / "alone" / "assigned.parquet"))
+    shutil.copy(folder / "items.parquet", tmp_path / "alone")
+    wanted = Catalog.load(folder / "items.parquet", token_id=token_of)
+    assert wanted.template is not None and wanted.header.version == 4
+    for name in ("items.parquet", "assigned.parquet"):
+        alone = Catalog.load(tmp_path / "alone" / name, token_id=token_of)
+        assert (alone.sid_form, alone.warnings, alone.header.version) == ("codes", (), None)
+        for item in range(5):
+            row, same = alone.row_of(item), wanted.row_of(item)
+            assert row is not None and same is not None
+            assert alone.token_ids(row) == wanted.token_ids(same)
+        assert (alone.template == wanted.template) is (name == "assigned.parquet")
 
 
 def test_assign_refuses_what_does_not_fit(built: Path, npy: Path, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from tests.constraints.catalog_files import write_header, write_jsonl, write_min
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.report import inspect
+from widebeam.constraints.validation import validate
 from widebeam.engine.request import NO_CATALOG
-from widebeam.errors import InvalidRequest, NotFound
+from widebeam.errors import CatalogError, Conflict, InvalidRequest, NotFound
 
 Items = list[tuple[int | str, list[int]]]
 FIRST = (500, 40, 300, 7)
@@ -272,9 +273,44 @@ def test_header_precedence(tmp_path: Path) -> None:
     assert token(jsonl) == (3, None)
     write_header(tmp_path, header["shared"])
     assert token(jsonl) == (33, "catalog.json")
-    assert token(parquet) == (23, "items.parquet (schema metadata)")
+    with pytest.raises(CatalogError, match=r"different things of `levels`\. A header in items\.catalog"):
+        token(parquet)
     write_header(tmp_path, header["own"], "items.catalog.json")
     assert token(jsonl) == token(parquet) == (13, "items.catalog.json")
+
+
+def test_catalog_json_says_what_the_parquet_file_leaves_out_and_may_edit_it(tmp_path: Path) -> None:
+    rows = [{"item_id": i, "sid": [3], "a": i, "b": -i} for i in (1, 2)]
+    inside = {"sid": "codes", "levels": [{"first_token_id": 20}], "order": {"column": "b"}, "template": {"prefix": "x"}}
+    path = write_parquet(tmp_path / "items.parquet", rows, inside)
+
+    def first() -> tuple[object, ...]:
+        catalog = Catalog.load(path)
+        assert catalog.template is not None
+        return catalog.item_id(0), catalog.token_ids(0), catalog.template.prefix, catalog.header_place
+
+    assert first() == (2, [23], "x", "items.parquet (schema metadata)")
+    write_header(tmp_path, {"order": {"column": "a"}, "version": 7})
+    assert first() == (1, [23], "x", "catalog.json and items.parquet (schema metadata)")
+    assert Catalog.load(path).header.version == 7
+    for wrong in ({"sid": "token_ids"}, {"levels": [{"first_token_id": 20, "codes": 4}]}):
+        write_header(tmp_path, wrong)
+        with pytest.raises(CatalogError, match=f"say different things of `{next(iter(wrong))}`"):
+            first()
+
+
+@pytest.mark.parametrize("header", [None, {"order": {"column": "a"}}])
+def test_integers_that_nobody_explains_are_warned_of(tmp_path: Path, header: object) -> None:
+    path = write_jsonl(tmp_path / "items.jsonl", [{"item_id": 1, "sid": [3], "a": 1}])
+    if header is not None:
+        write_header(tmp_path, header)
+    (warning,) = Catalog.load(path).warnings
+    assert "taken for token ids" in warning
+    assert f"warning: {warning}" in validate(path).text() and validate(path).fine
+    assert warning in inspect(Catalog.load(path)).text()
+    write_header(tmp_path, {"sid": "token_ids"})
+    assert Catalog.load(path).warnings == () == validate(path).warnings
+    assert "warning" not in validate(path).text() + inspect(Catalog.load(path)).text()
 
 
 def test_report_counts_what_the_items_say(tmp_path: Path) -> None:
@@ -312,6 +348,8 @@ def test_catalogs_by_name(tmp_path: Path) -> None:
     assert catalogs.get(None) is catalogs.get("toys") is toys
     catalogs.add(tools)
     assert catalogs.names() == ["tools", "toys"] and catalogs.get(NO_CATALOG) is None
+    assert catalogs.get(None) is toys, "the first, whatever comes later"
+    catalogs.none_is_first()
     with pytest.raises(InvalidRequest, match="name one of the catalogs: tools, toys") as ambiguous:
         catalogs.get(None)
     assert (ambiguous.value.code, ambiguous.value.param) == ("ambiguous_catalog", "catalog")
@@ -321,6 +359,44 @@ def test_catalogs_by_name(tmp_path: Path) -> None:
     newer = Catalog.load(tmp_path / "tools.jsonl", name="toys")
     catalogs.add(newer)
     assert catalogs.get("toys") is newer
+
+
+def test_the_default_is_chosen_or_the_first(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "items.jsonl", [{"item_id": 1, "sid": [3]}])
+    a, b, c = (Catalog.load(path, name=name) for name in "abc")
+    chosen, free = Catalogs(default="b"), Catalogs()
+    for catalogs in (chosen, free):
+        catalogs.add(a)
+        catalogs.none_is_first()  # it came alone
+    assert chosen.get(None) is None and free.get(None) is a
+    for catalogs in (chosen, free):
+        catalogs.add(b)
+        catalogs.add(c)
+    assert chosen.get(None) is b and free.get(None) is a
+    for catalogs, name in ((chosen, "b"), (free, "a")):
+        catalogs.remove(name)
+        assert catalogs.get(None) is None, "as without a catalog"
+        with pytest.raises(InvalidRequest, match="needs a catalog"):
+            catalogs.get(None, min_version=1)
+    again = free.next_version(a)
+    assert again.version == 2, "a number stands for one content"
+    free.add(again)
+    assert free.get(None) is again and free.earlier("a") == []
+    for name in "abc":
+        free.remove(name)
+    free.add(c)
+    assert free.get(None) is c, "as a server that never had any"
+
+
+def test_numbers_stay_declared_when_a_catalog_is_removed(tmp_path: Path) -> None:
+    catalogs = Catalogs()
+    path = write_jsonl(tmp_path / "items.jsonl", [{"item_id": 1, "sid": [3]}])
+    write_header(tmp_path, {"version": 7})
+    catalogs.add(catalogs.next_version(Catalog.load(path)))
+    catalogs.remove("items")
+    with pytest.raises(Conflict, match="7 is not newer"):
+        catalogs.check_number("items", 7)
+    catalogs.check_number("items", 8)
 
 
 def test_catalog_needs_no_torch() -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.constraints.catalog_files import write_header, write_jsonl, write_minionerec
+from tests.constraints.catalog_files import write_header, write_jsonl, write_minionerec, write_parquet
 from widebeam.constraints.catalog import Catalog
 from widebeam.errors import CatalogError
 
@@ -255,6 +255,17 @@ NOT_LISTS = "column 'sid' must hold lists of integers or of strings, not"
             [" row 1: item 'b' has no sid", " row 2: item 'c' has no sid", " row 3: item 'd': sid has a missing entry"],
         ),
         (["a", None, "", "d"], ONES, [" row 1: item_id is missing", " row 2: item_id is empty"]),
+        (
+            ["a", None, "", "d"],
+            pa.array([[1], None, [1, None], []]),
+            [
+                " row 1: item_id is missing",
+                " row 1: the item has no sid",
+                " row 2: item_id is empty",
+                " row 2: the item: sid has a missing entry",
+                " row 3: item 'd' has no sid",
+            ],
+        ),
         ([1, 2, 3, 1], ONES, [" row 3: item 1 is there twice, first at x.parquet row 0"]),
         (["a", "b", "c", "b"], ONES, [" row 3: item 'b' is there twice, first at x.parquet row 1"]),
         (
@@ -288,6 +299,24 @@ def test_bad_parquet(tmp_path: Path, ids: Any, sids: pa.Array, problems: list[st
     pq.write_table(pa.table({"item_id": ids, "sid": sids}), tmp_path / "x.parquet", row_group_size=row_group_size)
     error = refusal(tmp_path / "x.parquet", token_id=TOKENS.get, vocab_size=100)
     assert error.problems == [f"x.parquet{problem}" for problem in problems]
+
+
+def test_tokens_that_the_tokenizer_lacks_are_said_once_where_they_are_many(tmp_path: Path) -> None:
+    """Beside what else is wrong; a few are named each."""
+
+    def refused(items: int) -> list[str]:
+        rows = [{"item_id": i, "sid": [f"<a_{i % 2}>", f"<z_{i % 40}>"]} for i in range(items)]
+        path = write_jsonl(tmp_path / "items.jsonl", rows)
+        return refusal(path, token_id=TOKENS.get, vocab_size=11).problems
+
+    few, many = refused(3), refused(300)
+    assert [line for line in few if "no token" in line] == [
+        f"items.jsonl:{i + 1}: item {i}: level 1: the tokenizer has no token '<z_{i}>'" for i in range(3)
+    ]
+    lost = [line for line in many if "tokenizer" in line]
+    assert len(lost) == 1 and "SIDs of 300 items have tokens that the tokenizer lacks, 40 of all levels" in lost[0]
+    assert "no token '<z_0>'" in lost[0] and "added_tokens.json" in lost[0] and "docs/catalogs.md" in lost[0]
+    assert sum("outside the vocabulary" in line for line in many) == 19 and many[-1] == "... and 131 more"
 
 
 def test_parquet_columns(tmp_path: Path) -> None:
@@ -400,9 +429,29 @@ def test_a_catalog_called_catalog_json_is_not_its_own_header(tmp_path: Path) -> 
     assert str(refusal(tmp_path / "catalog.json")).startswith("catalog.json: packed SIDs do not say which tokens")
 
 
+@pytest.mark.parametrize("shown", ["shop/items.parquet", "s3://bucket/shop/items.parquet"])
+def test_messages_call_a_file_as_it_was_named(tmp_path: Path, shown: str) -> None:
+    """And what lies beside it alike."""
+    folder = shown.removesuffix("items.parquet")
+    path = write_parquet(tmp_path / "items.parquet", [{"item_id": 1, "sid": [1]}] * 2, {"levels": LEVELS[:1]})
+    twice = refusal(path, shown=shown)
+    assert twice.problems == [f"{shown} row 1: item 1 is there twice, first at {shown} row 0"]
+    write_header(tmp_path, {"levels": LEVELS})
+    assert str(refusal(path, shown=shown)).startswith(f"{folder}catalog.json and {shown} (schema metadata) say")
+    write_header(tmp_path, {"sidd": 1})
+    assert str(refusal(path, shown=shown)).startswith(f"{folder}catalog.json: unknown field 'sidd'")
+    rows = [{"item_id": "x", "sid": ["<a_0>"], "title": "X"}]
+    mini = write_minionerec(tmp_path, rows)
+    mini.write_text("{}")
+    write_header(tmp_path, {})
+    (problem,) = refusal(mini, shown=f"{folder}Toys.index.json").problems
+    assert problem == f"{folder}Toys.item.json: item 'x' has no sid in {folder}Toys.index.json"
+
+
 def test_files_that_are_no_catalog(tmp_path: Path) -> None:
-    assert str(refusal(tmp_path / "no.jsonl")) == f"cannot read {tmp_path / 'no.jsonl'}: No such file or directory"
-    assert str(refusal(tmp_path)) == f"{tmp_path} is a folder; a catalog is one file"
+    missing = refusal(tmp_path / "no.jsonl", shown="shop/no.jsonl")
+    assert str(missing) == "cannot read shop/no.jsonl: No such file or directory"
+    assert str(refusal(tmp_path, shown="shop")) == "shop is a folder; a catalog is one file"
     (tmp_path / "items.csv").write_text("item_id,sid\n")
     assert str(refusal(tmp_path / "items.csv")).startswith("items.csv: not a known catalog format; name it .parquet")
     for name in ("empty.jsonl", "blank.jsonl"):

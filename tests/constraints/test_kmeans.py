@@ -63,10 +63,10 @@ def test_a_library_is_chosen_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [kmeans.choose_backend(name) for name in ("auto", "faiss", "scikit-learn")] == [*BACKENDS[:1], *BACKENDS]
     monkeypatch.setitem(sys.modules, "faiss", None)
     assert kmeans.choose_backend("auto") == "scikit-learn"
-    with pytest.raises(ConfigError, match=r"widebeam\[faiss\]"):
+    with pytest.raises(ConfigError, match=r"faiss: pip install -e '.\[faiss\]'"):
         kmeans.choose_backend("faiss")
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
-    with pytest.raises(ConfigError, match=r"widebeam\[faiss\]' or 'widebeam\[demo\]"):
+    with pytest.raises(ConfigError, match=r"faiss: .*\[faiss\]'.*, or scikit-learn: .*\[demo\]'"):
         kmeans.choose_backend("auto")
 
 

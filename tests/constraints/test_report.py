@@ -80,21 +80,27 @@ def test_problems_have_a_line_or_a_row_and_a_reason(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"item_id": "a", "sid": [1]}, {"item_id": "b"}, {"item_id": "a", "sid": ["x"]}]
     found = validate(write_jsonl(tmp_path / "items.jsonl", rows))
     assert msgspec.to_builtins(found)["problems"] == [
-        {"file": "items.jsonl", "line": 2, "reason": "item 'b' has no sid"},
-        {"file": "items.jsonl", "line": 3, "reason": "item 'a': sid holds strings, those before it integers"},
+        {"file": str(tmp_path / "items.jsonl"), "line": 2, "reason": "item 'b' has no sid"},
+        {
+            "file": str(tmp_path / "items.jsonl"),
+            "line": 3,
+            "reason": "item 'a': sid holds strings, those before it integers",
+        },
     ]
-    assert not found.fine and found.text().splitlines()[0] == "items.jsonl:2: item 'b' has no sid"
+    assert not found.fine and found.text().splitlines()[0] == f"{tmp_path}/items.jsonl:2: item 'b' has no sid"
     pq.write_table(pa.table({"item_id": [1, None, 3], "sid": [[1]] * 3}), tmp_path / "items.parquet")
     assert msgspec.to_builtins(validate(tmp_path / "items.parquet"))["problems"] == [
-        {"file": "items.parquet", "row": 1, "reason": "item_id is missing"}
+        {"file": str(tmp_path / "items.parquet"), "row": 1, "reason": "item_id is missing"}
     ]
     mini = validate(write_minionerec(tmp_path, [{"item_id": "x", "sid": []}]))
-    assert msgspec.to_builtins(mini)["problems"] == [{"file": "Toys.index.json", "reason": "item 'x' has no sid"}]
+    assert msgspec.to_builtins(mini)["problems"] == [
+        {"file": str(tmp_path / "Toys.index.json"), "reason": "item 'x' has no sid"}
+    ]
     write_header(tmp_path, {"sidd": 1})
     (of_header,) = validate(tmp_path / "items.jsonl").problems
-    assert of_header.file == "catalog.json" and "sidd" in of_header.reason
+    assert of_header.file == str(tmp_path / "catalog.json") and "sidd" in of_header.reason
     (missing,) = validate(tmp_path / "nothing.jsonl").problems
-    assert missing.file == "nothing.jsonl" and missing.reason.startswith("cannot read")
+    assert missing.file == str(tmp_path / "nothing.jsonl") and missing.reason.startswith("cannot read")
 
 
 def test_problems_beyond_those_listed_are_counted(tmp_path: Path) -> None:

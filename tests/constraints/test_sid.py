@@ -150,5 +150,5 @@ def test_without_scikit_learn_the_message_says_what_to_install(
     embeddings: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
-    with pytest.raises(ConfigError, match=r"widebeam\[demo\]"):
+    with pytest.raises(ConfigError, match=r"scikit-learn: pip install -e '.\[demo\]'"):
         build_sids(embeddings)

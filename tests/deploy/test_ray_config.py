@@ -36,6 +36,16 @@ def test_engine_and_server_get_what_is_said_and_defaults_else() -> None:
     assert pickle.loads(pickle.dumps(config)) == config  # as Ray sends it to a replica
 
 
+@pytest.mark.parametrize("name", ["serve.yaml", "rayservice.yaml"])
+def test_the_examples_leave_catalogs_to_the_publisher(name: str) -> None:
+    """As docs/ray.md changes them: a version that replicas have watched coming cannot be published any more."""
+    tree, *_ = yaml.safe_load_all((ROOT / "deploy" / "ray" / name).read_text())
+    config = yaml.safe_load(tree["spec"]["serveConfigV2"]) if "spec" in tree else tree
+    (application,) = config["applications"]
+    engine = engine_config(read_config(application["args"]))
+    assert engine.catalog and not engine.watch_catalogs
+
+
 @pytest.mark.parametrize(("num_gpus", "said", "device"), [(0, "auto", "cpu"), (1, "auto", "auto"), (0, "cuda", "cuda")])
 def test_a_replica_without_a_gpu_takes_none(num_gpus: int, said: str, device: str) -> None:
     config = read_config({"engine": {"model": "m", "device": said}, "replica": {"num_gpus": num_gpus}})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from widebeam import Engine, SearchParams
 from widebeam.errors import (
     CatalogError,
+    CheckpointError,
     ConfigError,
     DeadlineExceeded,
     Draining,
@@ -187,6 +190,42 @@ async def test_catalogs_that_cannot_be_searched_are_refused(checkpoint: Path, tm
         await Engine(str(checkpoint), catalog=str(tmp_path / "deep.jsonl"), **(SMALL | {"max_levels": 4})).start()
     with pytest.raises(CatalogError, match="no room"):
         await Engine(str(checkpoint), catalog=str(tmp_path / "deep.jsonl"), max_context_len=5, **SMALL).start()
+
+
+@pytest.mark.parametrize(
+    ("catalog", "words"),
+    [
+        ("nope.jsonl", "cannot read nope.jsonl"),
+        ("broken.jsonl", "broken.jsonl:1: not a JSON object"),
+        ("none=good.jsonl", "cannot be named 'none'"),
+        ("file:///no/such/object.parquet", "there is no such object"),
+    ],
+)
+async def test_a_wrong_catalog_ends_the_start_before_the_weights(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: str, words: str
+) -> None:
+    """The weights could not be read either."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "model.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "good.jsonl").write_text('{"item_id": 1, "sid": [3]}')
+    with pytest.raises(CatalogError, match=words):
+        await Engine(str(folder), catalog=catalog, **SMALL).start()
+    with pytest.raises(CheckpointError):
+        await Engine(str(folder), catalog="good.jsonl", **SMALL).start()
+
+
+async def test_the_first_version_is_not_held_for_ever(checkpoint: Path, catalog_file: Path) -> None:
+    """By what read it before the weights."""
+    import gc
+
+    async with Engine(str(checkpoint), catalog=str(catalog_file), catalog_history=0, **SMALL) as engine:
+        index = weakref.ref(engine.catalogs._current["items"].index)
+        assert engine.live.stats.build_s["items"] > 0
+        await engine.load_catalog(catalog_file)
+        gc.collect()
+        assert index() is None
 
 
 async def test_versions_count_up_and_old_ones_leave_the_device(checkpoint: Path, catalog_file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -20,7 +21,7 @@ import pytest
 
 from tests import tiny
 from tests.http.service import Answer, Service, running_service, wait_until
-from widebeam import Client, errors
+from widebeam import Client, Engine, errors
 
 ROW = {"item_id": "new", "sid": ["<a_4>", "<b_1>", "<c_2>"], "title": "New", "popularity": 3}
 LIMITS = {"max_body_bytes": 20_000, "max_update_bytes": 60_000, "max_upload_bytes": 90_000}
@@ -388,13 +389,44 @@ def test_files_are_uploaded(subject: Subject, tmp_path: Path) -> None:
     assert list(subject.everything()[1]) == ["other", "new"]  # by the header of the version before
     assert subject.put(parquet(tmp_path / "x", rows), "?format=parquet").json["version"] == 3
     assert list(subject.everything()[1]) == ["other", "new"]
-    own = parquet(tmp_path / "x", rows, {"order": {"column": "popularity"}})
+    own = parquet(tmp_path / "x", rows, {"order": {"column": "popularity"}, "version": None})
     assert subject.put(own, "?format=parquet").json["version"] == 4
     assert list(subject.everything()[1]) == ["new", "other"]
     subject.name += "-copy"
     index = json.dumps({"7": ROW["sid"]}).encode()
     assert subject.put(index, "?format=minionerec&if_version=0").json["format"] == "minionerec"
     assert left_over() == before
+
+
+def test_every_change_is_logged(subject: Subject, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As numbers, and the request's own line names the catalog; what fails is no change."""
+    caplog.set_level("INFO")
+    replaced = [subject.rows["item-1"] | {"title": "x"}, subject.rows["item-2"] | {"sid": ROW["sid"]}]
+    assert subject.change([ROW, *replaced], ["item-5", "item-6"]).headers["x-catalog-version"] == "2"
+    assert subject.change([{}]).status == 400
+    assert subject.roll_back(1).status == subject.roll_back(1).status == 200
+    lines = [json.dumps(row) for row in [*list(subject.rows.values())[:50], ROW]]
+    assert subject.put("\n".join(lines).encode(), "?format=jsonl").status == 200
+    assert subject.service.call("DELETE", subject.url).status == 200
+    fields = [one.fields for one in caplog.records if getattr(one, "fields", {}).get("catalog") == subject.name]  # type: ignore[attr-defined]
+    changes = [tuple(one.values())[1:] for one in fields if "came" in one]
+    assert changes == [
+        (1, 2, 1, 2, 2, "update of version 1"),
+        (2, 1, 2, 1, 1, str(root / "items.jsonl")),
+        (1, 3, 1, 0, 10, "upload"),
+        (3, 0, 0, 0, 51, "removed"),
+    ]
+    requests = [(one["method"], one["version"]) for one in fields if "method" in one]
+    assert requests == [("POST", 2), ("POST", 1), ("POST", 1), ("PUT", 3), ("DELETE", 3)]
+    assert "version 1 -> 2, 1 items came, 2 changed, 2 went (update of version 1)" in caplog.text
+
+
+def test_integers_without_a_header_are_warned_of_in_the_log(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    subject.name += "-ids"
+    assert subject.put(b'{"item_id": 1, "sid": [11, 12]}', "?format=jsonl").status == 200
+    (record,) = [one for one in caplog.records if "token ids" in one.getMessage()]
+    assert record.levelname == "WARNING" and f"{subject.name!r} (upload)" in record.getMessage()
+    assert subject.service.call("DELETE", subject.url).status == 200
 
 
 def test_bad_files_change_nothing(subject: Subject, root: Path, tmp_path: Path) -> None:
@@ -496,6 +528,70 @@ def test_a_version_that_nobody_searches_is_let_go_by_the_device(subject: Subject
         assert search.result()[0] == 1 and change.result().json["earlier"] == [1]
     wait_until(lambda: searched() is None)
     assert subject.roll_back(1).json["version"] == 1 and subject.everything() == (1, subject.rows)
+
+
+def test_a_catalog_is_removed(subject: Subject) -> None:
+    """Who waits for a search of it gets that; nothing of it is held, counted or found any more."""
+    service, name = subject.service, f'catalog="{subject.name}"'
+    searched = weakref.ref(service.engine.catalogs.get(subject.name))
+    assert code(service.call("DELETE", f"{subject.url}?if_version=2")) == (409, "version_conflict")
+    assert code(service.call("DELETE", f"{subject.url}?version=1")) == (400, "unknown_field")
+    with ThreadPoolExecutor() as pool, service.held():
+        search = pool.submit(subject.everything)
+        wait_until(lambda: bool(service.engine._waiting))
+        answer = service.call("DELETE", f"{subject.url}?if_version=1")
+        assert (answer.status, answer.json["version"], answer.json["items"]) == (200, 1, 60), answer.content
+        assert code(service.post("/v1/recommend", {"input_ids": [7], "n": 1, "catalog": subject.name})) == (
+            404,
+            "unknown_catalog",
+        )
+        assert searched() is not None
+    assert search.result() == (1, subject.rows)
+    wait_until(lambda: searched() is None)
+    assert name not in service.get("/metrics").content.decode()
+    for answer in (service.call("DELETE", subject.url), subject.change((), ["item-3"]), subject.roll_back(1)):
+        assert code(answer) == (404, "unknown_catalog")
+    assert (subject.put({"path": "items.jsonl"}).json["version"], subject.info()["earlier"]) == (2, [])
+
+
+def test_of_two_that_remove_a_catalog_one_does(subject: Subject) -> None:
+    with ThreadPoolExecutor() as pool:
+        with subject.service.held():
+            first = pool.submit(subject.change, [ROW])
+            wait_until(lambda: subject.service.engine.live._waiting[subject.name] == 1)
+            removing = [pool.submit(subject.service.call, "DELETE", subject.url) for _ in range(2)]
+            wait_until(lambda: subject.service.engine.live._waiting[subject.name] == 3)
+            late = pool.submit(subject.change, [ROW])
+        assert first.result().status == 200
+        assert sorted(one.result().status for one in removing) == [200, 404]
+        assert late.result().status == 404
+
+
+def test_loads_do_not_change_the_default_and_it_can_be_removed(checkpoint: Path, root: Path) -> None:
+    plain, prompt = {"input_ids": [7, 11], "n": 1}, {"input_ids": [7, 11], "sampling_params": {"max_new_tokens": 2}}
+    with running_service(checkpoint, root / "items.jsonl", catalog_root=str(root), watch_catalogs=True) as service:
+        assert service.call("PUT", "/v1/catalogs/itmes", {"path": "items.jsonl"}).status == 200
+        told = {one["name"]: one["default"] for one in service.get("/v1/catalogs").json["data"]}
+        assert told == {"items": True, "itmes": False}
+        assert service.post("/v1/recommend", plain).json["catalog"]["name"] == "items"
+        with Client(service.url) as client:
+            assert client.remove_catalog("itmes", if_version=1).default is False
+            assert [one.name for one in client.catalogs()] == ["items"]
+            client.put_catalog("other", path="items.jsonl")
+            assert client.remove_catalog("items").default
+        assert set(service.engine.live.files) == {"other"}, "what is removed is watched no more"
+        refused = service.post("/v1/recommend", plain)
+        assert code(refused) == (400, "no_catalog") and "name one of other" in refused.json["error"]["message"]
+        assert "items" not in service.post("/generate", prompt).json["meta_info"]
+        service.check()
+
+
+def test_the_default_is_a_setting(checkpoint: Path, root: Path) -> None:
+    two, body = (f"a={root / 'items.jsonl'}", f"b={root / 'items.jsonl'}"), {"input_ids": [7, 11], "n": 1}
+    with running_service(checkpoint, two, default_catalog="b") as service:
+        assert service.post("/v1/recommend", body).json["catalog"]["name"] == "b"
+    with pytest.raises(errors.ConfigError, match="none of the name 'c', but a, b"):
+        Engine(str(checkpoint), catalog=two, default_catalog="c").run(asyncio.sleep(0))
 
 
 def test_a_request_keeps_to_the_catalog_that_it_was_checked_for(checkpoint: Path, root: Path) -> None:

@@ -60,7 +60,8 @@ def test_each_request_gets_its_catalog(two: Service, monkeypatch: pytest.MonkeyP
 def test_who_names_none_is_asked_which(two: Service) -> None:
     answer = two.post("/v1/recommend", {"input_ids": [5], "n": 1})
     assert (answer.status, answer.json["error"]["code"]) == (400, "ambiguous_catalog")
-    assert "items, short" in answer.json["error"]["message"]
+    assert "items, short" in answer.json["error"]["message"] and "--default-catalog" in answer.json["error"]["message"]
+    assert [one["default"] for one in two.get("/v1/catalogs").json["data"]] == [False, False]
     answer = two.post("/v1/recommend", {"input_ids": [5], "n": 1, "catalog": "shrt"})
     assert (answer.status, answer.json["error"]["code"]) == (404, "unknown_catalog")
     assert "short" in answer.json["error"]["message"]

@@ -13,9 +13,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from widebeam.constraints.build import CODEBOOKS, ITEMS, REPORT, BuildReport, scratch_folder, with_sids
+from widebeam.constraints.build import (
+    CODEBOOKS,
+    ITEMS,
+    REPORT,
+    BuildReport,
+    scratch_folder,
+    sid_header,
+    with_header,
+    with_sids,
+)
 from widebeam.constraints.embeddings import check_values, read_embeddings
 from widebeam.constraints.encode import encode, number_apart
+from widebeam.constraints.header import Header, find_header
 from widebeam.constraints.parquet import open_parquet, read_columns
 from widebeam.errors import CatalogError, ConfigError
 
@@ -55,9 +65,15 @@ def assign(options: Assign) -> pa.Table:
             codes = np.column_stack([codes, numbers])
         table = with_sids(embeddings.table, codes)
         if options.output is not None:
-            pq.write_table(table, scratch / ITEMS)
+            pq.write_table(with_header(table, _header(folder, report)), scratch / ITEMS)
             os.replace(scratch / ITEMS, options.output)
     return table
+
+
+def _header(folder: Path, report: BuildReport) -> Header:
+    """That of the build as it is now, edits included, without its version. Raises CatalogError."""
+    header, _ = find_header(folder / ITEMS, msgspec.json.encode(sid_header(report)), str(folder / ITEMS))
+    return msgspec.structs.replace(header, version=None)
 
 
 def json_lines(table: pa.Table) -> Iterator[str]:
@@ -84,7 +100,7 @@ def _numbers(catalog: Path, item_ids: pa.ChunkedArray, codes: np.ndarray, limit:
     """The last code of each new item, by what the catalog's items have."""
     if not catalog.exists():
         raise CatalogError(f"{catalog} is missing; which numbers are taken can be known from it alone")
-    table = read_columns(open_parquet(catalog), catalog.name, ["item_id", "sid"])
+    table = read_columns(open_parquet(catalog, catalog.name), catalog.name, ["item_id", "sid"])
     known = pc.list_flatten(table.column("sid")).to_numpy().reshape(len(table), -1)
     if known.shape[1] != codes.shape[1] + 1:
         raise CatalogError(f"{catalog.name} has SIDs of {known.shape[1]} levels, not {codes.shape[1] + 1}")

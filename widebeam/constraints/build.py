@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from widebeam.constraints.embeddings import Embeddings, check_values, read_embeddings
 from widebeam.constraints.encode import encode, encode_balanced, number_apart
-from widebeam.constraints.header import MAX_CODES, Header
+from widebeam.constraints.header import MAX_CODES, PARQUET_KEY, Header
 from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.kmeans import Backend, choose_backend
 from widebeam.constraints.report import Collisions
@@ -152,6 +152,21 @@ def build(options: Build) -> BuildReport:
     return report
 
 
+def few_codes(options: Build, report: BuildReport) -> str | None:
+    """A warning of levels that got fewer codes than were asked for, if there are any."""
+    short = [
+        f"level {number} has {level.codes} code{'s' * (level.codes > 1)}"
+        for number, level in enumerate(report.levels)
+        if level.codes < options.codes
+    ]
+    if not short:
+        return None
+    return (
+        f"{', '.join(short)} in place of {options.codes}: the levels before left too few different vectors over, of "
+        f"{report.items:,} items. A level of few codes tells little apart: take fewer --codes, or fewer --levels"
+    )
+
+
 def _header_to_keep(folder: Path, overwrite: bool) -> dict[str, Any]:
     """What an earlier catalog.json says beside the SIDs, and a refusal to replace an earlier build unasked."""
     found = [name for name in (ITEMS, HEADER, TOKENS, CODEBOOKS, REPORT) if (folder / name).exists()]
@@ -191,12 +206,23 @@ def _write(
     kept: dict[str, Any],
     report: BuildReport,
 ) -> None:
-    pq.write_table(with_sids(table, codes), folder / ITEMS)
-    levels = [{"token": token_form(level), "codes": size} for level, size in enumerate(report.sizes)]
-    _write_json(folder / HEADER, {"sid": "codes", "levels": levels} | kept)
+    header = sid_header(report) | kept
+    pq.write_table(with_header(with_sids(table, codes), header), folder / ITEMS)
+    _write_json(folder / HEADER, header)
     _write_json(folder / TOKENS, sid_tokens(report.sizes))
     np.save(folder / CODEBOOKS, np.concatenate(codebooks))
     _write_json(folder / REPORT, report)
+
+
+def sid_header(report: BuildReport) -> dict[str, Any]:
+    """What the header says of a build's SIDs."""
+    levels = [{"token": token_form(level), "codes": size} for level, size in enumerate(report.sizes)]
+    return {"sid": "codes", "levels": levels}
+
+
+def with_header(table: pa.Table, header: object) -> pa.Table:
+    """The table with a header inside, so that its codes mean the same wherever the file lies."""
+    return table.replace_schema_metadata({**(table.schema.metadata or {}), PARQUET_KEY: msgspec.json.encode(header)})
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -70,12 +70,14 @@ class Catalog:
         path: str | Path,
         *,
         name: str | None = None,
+        shown: str | None = None,
         token_id: Callable[[str], int | None] | None = None,
         vocab_size: int | None = None,
     ) -> Catalog:
         """Read, check and index a catalog file: parquet, JSONL, MiniOneRec index.json or packed sid2pid JSON.
 
-        `name` is by default the file's name without its ending. `token_id` gives the id of a token string; without
+        `name` is by default the file's name without its ending. `shown` is what messages call the file, by default its
+        name; what lies beside it is called alike. `token_id` gives the id of a token string; without
         it, token strings get made-up ids and the catalog is not `resolved`. Token ids from `vocab_size` up are
         refused. Raises CatalogError, whose `problems` name file, line and reason.
         """
@@ -83,8 +85,9 @@ class Catalog:
         name = base_name(path) if name is None else name
         if name == NO_CATALOG:
             raise CatalogError(f"a catalog cannot be named {NO_CATALOG!r}, by which requests ask for no constraint")
-        rows, header, place = formats.read(path)
-        problems = Problems(path.name)
+        shown = path.name if shown is None else shown
+        rows, header, place = formats.read(path, shown)
+        problems = Problems(shown)
         _check_unique(rows, problems)
         try:
             vocabulary = Vocabulary(token_id, vocab_size)
@@ -99,7 +102,7 @@ class Catalog:
         except InvalidRequest as error:
             raise CatalogError(f"{place}: {error.param}: {error}") from None
         except HeaderMismatch as error:
-            raise CatalogError(f"{place or path.name}: {error}") from None
+            raise CatalogError(f"{place or shown}: {error}") from None
         order = sort_order(codes if first is None else codes[first])
         order = order if first is None else first[order]
         sorted_codes = np.ascontiguousarray(codes[order].T)
@@ -147,6 +150,16 @@ class Catalog:
     def resolved(self) -> bool:
         """Token ids are those of a tokenizer, or were given as such. Only such a catalog can be searched."""
         return self.markers.resolved and all(book.resolved for book in self.codebooks)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may be other than meant."""
+        if self.sid_form == "token_ids" and self.header.sid is None:
+            return (
+                "SIDs are integers, and no header says what they are: they are taken for token ids of the model. "
+                'If they are, say "sid": "token_ids" in the header; if they are codes, its `levels` map them to tokens',
+            )
+        return ()
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -18,10 +18,14 @@ _LOOK_AGAIN_S = 1.0
 
 
 class Catalogs:
-    """The current version of each catalog by name, and the last `history` of those before it."""
+    """The current version of each catalog by name, the last `history` of those before it, and which is the default."""
 
-    def __init__(self, history: int = 3) -> None:
+    def __init__(self, history: int = 3, default: str | None = None) -> None:
+        """`default`: the name of the default catalog, whether there is one of that name or not."""
         self._most = history
+        self._chosen = default
+        self.default = default
+        """Name of the catalog of requests that name none. None: there has been none yet, or several came first."""
         self._current: dict[str, Catalog] = {}
         self._earlier: dict[str, dict[int, Catalog]] = {}
         """By version number, those that were current last behind the others."""
@@ -44,7 +48,7 @@ class Catalogs:
                 param="version",
             )
         if declared is not None and declared <= highest:
-            current = self._current[name].version
+            current = self._current[name].version if name in self._current else 0
             at = f"is at version {current}" + (f" and has been at {highest}" if current != highest else "")
             raise Conflict(f"catalog {name!r} {at}: {declared} is not newer", code="version_not_newer", param="version")
 
@@ -56,6 +60,8 @@ class Catalogs:
 
     def add(self, catalog: Catalog) -> None:
         """Offer a catalog under its name, in place of another version, which is kept for a while."""
+        if self.default is None and not self._current:
+            self.default = catalog.name
         before, earlier = self._current.get(catalog.name), self._earlier.setdefault(catalog.name, {})
         if before is not None:
             # a copy, since the device forgets a version when nobody holds the catalog that was searched
@@ -68,6 +74,21 @@ class Catalogs:
         self._numbers[catalog.name] = max(self._numbers[catalog.name], catalog.version)
         if catalog.header.version is not None:
             self._declared.add(catalog.name)
+
+    def none_is_first(self) -> None:
+        """What was added so far came together: without a choice of the setting, several have no default."""
+        if len(self._current) > 1:
+            self.default = self._chosen
+
+    def remove(self, name: str) -> None:
+        """Offer a catalog no more, and forget its earlier versions. Its numbers stay taken.
+
+        When none is left, the next one that comes is the default again, unless the setting says which.
+        """
+        del self._current[name]
+        self._earlier.pop(name, None)
+        if not self._current:
+            self.default = self._chosen
 
     def earlier(self, name: str) -> list[Catalog]:
         """Versions that the catalog can go back to, newest number first. They are not to be searched."""
@@ -89,10 +110,10 @@ class Catalogs:
         return sorted(self._current)
 
     def get(self, name: str | None, min_version: int | None = None) -> Catalog | None:
-        """The catalog that a request names. None asks for the only one, if there is one; "none" for no constraint.
+        """The catalog that a request names. None asks for the default, if there is one; "none" for no constraint.
 
-        Raises NotFound (`unknown_catalog`), InvalidRequest (`ambiguous_catalog`) when none is named and there are
-        several or where `min_version` has no catalog, and CatalogVersionNotReady where the current one is older.
+        Raises NotFound (`unknown_catalog`), InvalidRequest (`ambiguous_catalog`) when none is named and none is the
+        default or where `min_version` has no catalog, and CatalogVersionNotReady where the current one is older.
         """
         catalog = self._named(name)
         if min_version is None:
@@ -112,9 +133,13 @@ class Catalogs:
             return None
         known = ", ".join(self.names()) or "none"
         if name is None:
-            if len(self._current) > 1:
-                raise InvalidRequest(f"name one of the catalogs: {known}", code="ambiguous_catalog", param="catalog")
-            return next(iter(self._current.values()))
+            if self.default is None:
+                raise InvalidRequest(
+                    f"name one of the catalogs: {known}; none of them is the default (--default-catalog)",
+                    code="ambiguous_catalog",
+                    param="catalog",
+                )
+            return self._current.get(self.default)
         if name not in self._current:
             raise NotFound(
                 f"unknown catalog {name!r}{hint(name, self._current)}; known are: {known}",
@@ -124,8 +149,9 @@ class Catalogs:
         return self._current[name]
 
 
-def catalog_files(given: str | Sequence[str] | None) -> dict[str, str]:
-    """Files by the names of their catalogs, of the setting: each FILE or NAME=FILE. Raises ConfigError."""
+def catalog_files(given: str | Sequence[str] | None, default: str | None = None) -> dict[str, str]:
+    """Files by the names of their catalogs, of the setting: each FILE or NAME=FILE. Raises ConfigError, also where the
+    default is none of them."""
     files: dict[str, str] = {}
     for text in [given] if isinstance(given, str) else given or ():
         name, equals, file = text.partition("=")
@@ -138,4 +164,9 @@ def catalog_files(given: str | Sequence[str] | None) -> dict[str, str]:
                 f"--catalog: {files[name]} and {file} would both be named {name!r}; give names by NAME=FILE"
             )
         files[name] = file
+    if files and default is not None and default not in files:
+        raise ConfigError(
+            f"--default-catalog: --catalog gives none of the name {default!r}{hint(default, files)}, but "
+            f"{', '.join(sorted(files))}"
+        )
     return files

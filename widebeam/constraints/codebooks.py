@@ -10,9 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from widebeam.constraints.header import MAX_DEPTH, Header, HeaderMismatch, Level, SidForm
-from widebeam.constraints.rows import Problems, Rows
+from widebeam.constraints.rows import MAX_PROBLEMS, Problems, Rows
 
 MAX_TOKEN_ID = 2**31 - 1
+_ADD_TOKENS = (
+    "add the SID tokens to the tokenizer (those of added_tokens.json, if `widebeam catalog build` made the catalog; "
+    "see docs/catalogs.md)"
+)
 _NOUNS: dict[SidForm, str] = {"codes": "code", "token_ids": "token id", "tokens": "token"}
 
 
@@ -78,6 +82,7 @@ def encode_sids(
     starts = np.cumsum(rows.lengths) - rows.lengths
     codes = np.full((len(rows.lengths), depth), -1, np.int32)
     books: list[Codebook] = []
+    lost: list[tuple[int, np.ndarray, np.ndarray, dict[int, str]]] = []
     for number in range(depth):
         spelled = np.flatnonzero(rows.lengths > number)
         present, inverse = _distinct(rows.values[starts[spelled] + number])
@@ -89,7 +94,10 @@ def encode_sids(
             book, faults = level.codebook(written, sum(book.token_ids.size for book in books))
         books.append(book)
         codes[spelled, number] = book.find(written)[inverse]
+        without = {place: faults.pop(place) for place in level.without_token(book, written, faults)}
+        lost.append((number, spelled, inverse, without))
         _report(rows, problems, number, spelled, inverse, faults)
+    _report_lost(rows, problems, lost)
     return codes, books
 
 
@@ -119,6 +127,24 @@ def _report(
 
     if faults:
         problems.add_rows(spelled[np.isin(inverse, list(faults))], describe)
+
+
+def _report_lost(
+    rows: Rows, problems: Problems, lost: list[tuple[int, np.ndarray, np.ndarray, dict[int, str]]]
+) -> None:
+    """Items with tokens that the tokenizer lacks, by level: each, or if they are more than are listed all as one."""
+    items = [spelled[np.isin(inverse, list(faults))] for _, spelled, inverse, faults in lost]
+    count = np.unique(np.concatenate(items)).size if items else 0
+    if count <= MAX_PROBLEMS:
+        for one in lost:
+            _report(rows, problems, *one)
+        return
+    different = sum(len(faults) for *_, faults in lost)
+    example = next(fault for *_, faults in lost for fault in faults.values())
+    text = (
+        f"SIDs of {count} items have tokens that the tokenizer lacks, {different} of all levels: {example}, and others"
+    )
+    problems.add_rows(np.array([-1]), lambda _: f"{problems.name}: {text}; {_ADD_TOKENS}")  # before those of rows
 
 
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -168,6 +194,13 @@ class _Level:
                 "file, which begins a new codebook, or declare the level's `codes` in the catalog's header"
             )
         return {int(i): f"{self._show(written[i])} {outside}" for i in np.flatnonzero(book.find(written) < 0)}
+
+    def without_token(self, book: Codebook, written: np.ndarray, faults: dict[int, str]) -> list[int]:
+        """Those of the faults that are a token string without a token, by their place in `written`."""
+        if self._names(written) is None or self.vocabulary.token_id is None:
+            return []
+        places = book.find(written)
+        return [i for i in faults if places[i] >= 0 and book.token_ids[places[i]] < 0]
 
     def _declared(self) -> np.ndarray | None:
         """All codes that the header declares, ascending, as the file would write them."""
@@ -228,7 +261,7 @@ class _Level:
         if unused.size:
             raise HeaderMismatch(
                 f"level {self.number}: {len(wrong)} of the {len(values)} declared codes cannot be used, for example: "
-                f"{wrong[int(unused[0])]}"
+                f"{wrong[int(unused[0])]}" + (f"; {_ADD_TOKENS}" if token_ids[unused[0]] < 0 else "")
             )
         order = np.argsort(token_ids, kind="stable")
         ascending = token_ids[order]

@@ -140,7 +140,7 @@ def _ids_of_file(path: Path, count: int) -> pa.ChunkedArray:
 
 
 def _from_parquet(path: Path, ids: str, column: str | None, scratch: Path) -> Embeddings:
-    file = open_parquet(path)
+    file = open_parquet(path, path.name)
     schema = file.schema_arrow
     check_names(path.name, schema)
     column = _embedding_column(path.name, schema, column)

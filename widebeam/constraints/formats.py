@@ -11,30 +11,36 @@ from widebeam.constraints.rows import Rows
 from widebeam.errors import CatalogError
 
 
-def read(path: Path) -> tuple[Rows, Header, str | None]:
-    """The rows of a catalog file, its header and where that was found. Raises CatalogError."""
+def read(path: Path, name: str) -> tuple[Rows, Header, str | None]:
+    """The rows of a catalog file, which messages call `name`, its header and where that was found. Raises
+    CatalogError."""
     try:
-        kind = _kind(path)
-        header, place = find_header(path, embedded_header(path) if kind == "parquet" else None)
+        kind = _kind(path, name)
+        header, place = find_header(path, header_inside(path, name), name)
         if kind == "parquet":
-            rows = read_parquet(path)
+            rows = read_parquet(path, name)
         elif kind == "jsonl":
-            rows = read_jsonl(path)
+            rows = read_jsonl(path, name)
         else:
-            rows = read_json(path, header)
+            rows = read_json(path, header, name)
     except OSError as error:
-        raise CatalogError(f"cannot read {path}: {error.strerror or error}") from None
+        raise CatalogError(f"cannot read {name}: {error.strerror or error}") from None
     if not len(rows.ids):
-        raise CatalogError(f"{path.name} holds no items")
+        raise CatalogError(f"{name} holds no items")
     given = "strings" if rows.tokens is not None else "integers"
     if header.sid is not None and (header.sid == "tokens") != (rows.tokens is not None):
-        raise CatalogError(f"{place} says that SIDs are {header.sid}, but {path.name} gives them as {given}")
+        raise CatalogError(f"{place} says that SIDs are {header.sid}, but {name} gives them as {given}")
     return rows, header, place
 
 
-def _kind(path: Path) -> str:
+def header_inside(path: Path, name: str) -> bytes | None:
+    """The JSON text of the header that a file holds itself, if it does. Raises CatalogError, OSError."""
+    return embedded_header(path, name) if _kind(path, name) == "parquet" else None
+
+
+def _kind(path: Path, name: str) -> str:
     if path.is_dir():
-        raise CatalogError(f"{path} is a folder; a catalog is one file")
+        raise CatalogError(f"{name} is a folder; a catalog is one file")
     if is_parquet(path):
         return "parquet"
     if path.suffix in (".jsonl", ".ndjson"):
@@ -42,6 +48,6 @@ def _kind(path: Path) -> str:
     if path.suffix == ".json":
         return "json"
     raise CatalogError(
-        f"{path.name}: not a known catalog format; name it .parquet, .jsonl, .index.json (MiniOneRec) or "
+        f"{name}: not a known catalog format; name it .parquet, .jsonl, .index.json (MiniOneRec) or "
         ".json (packed sid2pid)"
     )

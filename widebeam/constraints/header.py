@@ -27,6 +27,8 @@ MAX_CODES = 1 << 20
 """Codes that a header may declare for one level."""
 PARQUET_KEY = b"widebeam"
 """Key of the parquet schema metadata that holds a header."""
+_AGREED = ("version", "sid", "levels", "begin", "end")
+"""Fields of which a parquet file and `catalog.json` beside it may not say different things: what its SIDs are."""
 
 
 class HeaderMismatch(Exception):
@@ -103,22 +105,49 @@ def base_name(path: Path) -> str:
     return name.removesuffix(".index.json") if name.endswith(".index.json") else path.stem
 
 
-def find_header(path: Path, embedded: bytes | None) -> tuple[Header, str | None]:
-    """The header of a catalog file and where it was found.
+def beside(name: str, other: str) -> str:
+    """What messages call another file in the folder of one that they call `name`."""
+    folder, slash, _ = name.rpartition("/")
+    return folder + slash + other
 
-    Looked for in this order: `NAME.catalog.json` beside the file, the header inside a parquet file, `catalog.json` in
-    the same folder. Without any, a header of defaults and None. Raises CatalogError.
+
+def find_header(path: Path, embedded: bytes | None, name: str) -> tuple[Header, str | None]:
+    """The header of a catalog file, which messages call `name`, and where it was found.
+
+    `NAME.catalog.json` beside the file is the header, whole. Without it that is `catalog.json` in the same folder, and
+    what this leaves out is as the header inside a parquet file says. Without any, a header of defaults and None. Raises
+    CatalogError, also where the last two contradict each other.
     """
     own = path.with_name(f"{base_name(path)}.catalog.json")
     if own.is_file():
-        return _decode(own.read_bytes(), own.name), own.name
-    if embedded is not None:
-        place = f"{path.name} (schema metadata)"
-        return _decode(embedded, place), place
+        place = beside(name, own.name)
+        return _decode(own.read_bytes(), place), place
+    found = []
     shared = path.with_name("catalog.json")
     if shared.is_file() and shared != path:
-        return _decode(shared.read_bytes(), shared.name), shared.name
-    return Header(), None
+        place = beside(name, shared.name)
+        found.append((_decode(shared.read_bytes(), place), place))
+    if embedded is not None:
+        place = f"{name} (schema metadata)"
+        found.append((_decode(embedded, place), place))
+    if len(found) < 2:
+        return found[0] if found else (Header(), None)
+    (outside, place), (inside, other) = found
+    return _joined(outside, inside, f"{place} and {other}", own.name), f"{place} and {other}"
+
+
+def _joined(outside: Header, inside: Header, places: str, own: str) -> Header:
+    """The header beside a file, with what it leaves out from inside. Raises CatalogError."""
+    said = {
+        field.name: value
+        for field in msgspec.structs.fields(Header)
+        if (value := getattr(outside, field.name)) != field.default and value != {}
+    }
+    for name in _AGREED:
+        other = getattr(inside, name)
+        if name in said and other is not None and said[name] != other:
+            raise CatalogError(f"{places} say different things of `{name}`. A header in {own} counts alone")
+    return msgspec.structs.replace(inside, **said)
 
 
 def _decode(text: bytes, place: str) -> Header:

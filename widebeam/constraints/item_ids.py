@@ -130,6 +130,25 @@ class ItemIds:
                 found.append((row, earlier))
         return found
 
+    def matched(self, other: ItemIds) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of both that have the same id, of all that can be found. For counting: it takes texts of one 64-bit hash
+        for the same."""
+        numbers = isinstance(self._values, np.ndarray) and isinstance(other._values, np.ndarray)
+        (keys, rows), (others, their_rows) = (one._sorted if numbers else one._hashed for one in (self, other))
+        at = np.minimum(np.searchsorted(others, keys), max(others.size - 1, 0))
+        same = others[at] == keys
+        return rows[same], their_rows[at[same]]
+
+    @property
+    def _hashed(self) -> tuple[np.ndarray, np.ndarray]:
+        """`_sorted` as if all ids were text."""
+        keys, rows = self._sorted
+        if not isinstance(self._values, np.ndarray):
+            return keys, rows
+        hashes = np.fromiter((hash(str(key)) for key in keys.tolist()), np.int64, keys.size)
+        order = np.argsort(hashes)
+        return hashes[order], rows[order]
+
     @functools.cached_property
     def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
         """Keys ascending and their rows: the ids themselves, or Python's 64-bit hash of their text."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from widebeam.constraints.header import Header
+from widebeam.constraints.header import Header, beside
 from widebeam.constraints.item_ids import ItemIds
 from widebeam.constraints.rows import RESERVED, ArrowColumns, JsonObjects, Problems, Rows
 from widebeam.errors import CatalogError
@@ -25,7 +25,7 @@ PACKED_HEADER = (
 )
 
 
-def read_jsonl(path: Path) -> Rows:
+def read_jsonl(path: Path, name: str) -> Rows:
     """A JSON object for each line: `item_id`, `sid`, any other keys as metadata. Blank lines are skipped.
 
     Raises CatalogError that lists each bad line.
@@ -33,7 +33,7 @@ def read_jsonl(path: Path) -> Rows:
     text = path.read_bytes()
     view = memoryview(text)
     decode = msgspec.json.Decoder(dict).decode
-    collector, problems = Collector(), Problems(path.name)
+    collector, problems = Collector(), Problems(name)
     starts = array("q")
     fields: dict[str, None] = {}
     begin = number = 0
@@ -49,9 +49,9 @@ def read_jsonl(path: Path) -> Rows:
                 if not row.keys() <= fields.keys():
                     fields |= dict.fromkeys(row)
         except (msgspec.DecodeError, RecursionError) as error:
-            problems.add(number, f"{path.name}:{number}: not a JSON object: {error}")
+            problems.add(number, f"{name}:{number}: not a JSON object: {error}")
         except BadRow as error:
-            problems.add(number, f"{path.name}:{number}: {error}")
+            problems.add(number, f"{name}:{number}: {error}")
         begin = end + 1
     problems.check()
     offsets = np.append(np.array(starts, np.int64), len(text))
@@ -61,64 +61,65 @@ def read_jsonl(path: Path) -> Rows:
 
     def where(row: int) -> str:
         line = text.count(b"\n", 0, offsets[row]) + 1
-        return f"{path.name}:{line}"
+        return f"{name}:{line}"
 
     return Rows("jsonl", *collector.columns(), metadata, where)
 
 
-def read_json(path: Path, header: Header) -> Rows:
+def read_json(path: Path, header: Header, name: str) -> Rows:
     """A MiniOneRec index (by its name `*.index.json`, or because values are lists of strings) or packed sid2pid."""
-    entries = _load_object(path)
+    entries = _load_object(path, name)
     first = next(iter(entries.values()), None)
     has_tokens = isinstance(first, list) and bool(first) and isinstance(first[0], str)
     if path.name.endswith(".index.json") or (has_tokens and not path.name.startswith("sid2")):
-        return _minionerec(path, entries)
-    return _sid2pid(path, entries, header)
+        return _minionerec(path, entries, name)
+    return _sid2pid(entries, header, name)
 
 
-def _minionerec(path: Path, entries: dict[str, Any]) -> Rows:
+def _minionerec(path: Path, entries: dict[str, Any], name: str) -> Rows:
     """Item -> list of SID tokens, with the metadata of a sibling `*.item.json` (item -> object) if there is one."""
-    collector, problems = Collector(), Problems(path.name)
+    collector, problems = Collector(), Problems(name)
     for number, (item_id, sid) in enumerate(entries.items()):
         try:
             collector.add(item_id, sid)
         except BadRow as error:
-            problems.add(number, f"{path.name}: {error}")
+            problems.add(number, f"{name}: {error}")
     sibling = path.with_name(path.name.removesuffix(".index.json") + ".item.json")
-    objects = _load_object(sibling) if sibling.is_file() else {}
+    other = beside(name, sibling.name)
+    objects = _load_object(sibling, other) if sibling.is_file() else {}
     for number, (item_id, one) in enumerate(objects.items(), len(entries)):
         if item_id not in entries:
-            problems.add(number, f"{sibling.name}: item {item_id!r} has no sid in {path.name}")
+            problems.add(number, f"{other}: item {item_id!r} has no sid in {name}")
         elif not isinstance(one, dict):
-            problems.add(number, f"{sibling.name}: item {item_id!r}: metadata must be an object, not {_name(one)}")
+            problems.add(number, f"{other}: item {item_id!r}: metadata must be an object, not {_name(one)}")
         elif not one.keys().isdisjoint(RESERVED):
-            problems.add(number, f"{sibling.name}: item {item_id!r}: a column cannot be called item_id or sid")
+            problems.add(number, f"{other}: item {item_id!r}: a column cannot be called item_id or sid")
     problems.check()
     metadata = JsonObjects.of([objects.get(item_id, {}) for item_id in entries])
-    return Rows("minionerec", *collector.columns(), metadata, lambda row: path.name)
+    return Rows("minionerec", *collector.columns(), metadata, lambda row: name)
 
 
-def _sid2pid(path: Path, entries: dict[str, Any], header: Header) -> Rows:
+def _sid2pid(entries: dict[str, Any], header: Header, name: str) -> Rows:
     """a * 8192**2 + b * 8192 + c in decimal -> an item id or a list of item ids, in the order they are to be returned.
 
     OpenOneRec's tokens, for example, are levels of 8192 codes from token ids 151669, 159861 and 168053.
     """
     if header.levels is None or len(header.levels) != PACKED_LEVELS or header.sid not in (None, "codes"):
-        raise CatalogError(f"{path.name}: {PACKED_HEADER}")
-    problems = Problems(path.name)
+        raise CatalogError(f"{name}: {PACKED_HEADER}")
+    problems = Problems(name)
     ids: list[int | str] = []
     packed, counts = array("q"), array("q")
     for number, (key, value) in enumerate(entries.items()):
         items = value if isinstance(value, list) else [value]
         bad = next((item for item in items if type(item) not in (int, str) or item == ""), None)
         if not (key.isascii() and key.isdigit() and len(key) <= 12 and int(key) < PACKED_BASE**PACKED_LEVELS):
-            problems.add(number, f"{path.name}: key {key!r} is not a packed SID: a number from 0 to 8192**3 - 1")
+            problems.add(number, f"{name}: key {key!r} is not a packed SID: a number from 0 to 8192**3 - 1")
         elif items in ([], [None]):
-            problems.add(number, f"{path.name}: key {key!r} has no items")
+            problems.add(number, f"{name}: key {key!r} has no items")
         elif bad is not None or None in items:
             problems.add(
                 number,
-                f"{path.name}: key {key!r} must give an item id or a list of item ids, but holds {_name(bad)}",
+                f"{name}: key {key!r} must give an item id or a list of item ids, but holds {_name(bad)}",
             )
         else:
             ids += items
@@ -131,7 +132,7 @@ def _sid2pid(path: Path, entries: dict[str, Any], header: Header) -> Rows:
     no_metadata = ArrowColumns(pa.table({}))
 
     def where(row: int) -> str:
-        return f"{path.name}: key '{keys[row]}'"
+        return f"{name}: key '{keys[row]}'"
 
     return Rows("sid2pid", ItemIds.of(ids), lengths, codes.ravel(), None, no_metadata, where)
 
@@ -190,19 +191,19 @@ def _name(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _load_object(path: Path) -> dict[str, Any]:
+def _load_object(path: Path, name: str) -> dict[str, Any]:
     """A whole JSON file whose top is an object.
 
     Decoded twice: msgspec is strict (no NaN, no broken Unicode), the standard decoder shows keys that are there twice.
     """
-    problems = Problems(path.name)
+    problems = Problems(name)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
         if len(entries) < len(pairs):
             for number, (key, count) in enumerate(Counter(key for key, _ in pairs).items()):
                 if count > 1:
-                    problems.add(number, f"{path.name}: {key!r} is there twice")
+                    problems.add(number, f"{name}: {key!r} is there twice")
         return entries
 
     text = path.read_bytes()
@@ -210,8 +211,8 @@ def _load_object(path: Path) -> dict[str, Any]:
         msgspec.json.decode(text)
         entries = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CatalogError(f"{path.name}: not JSON: {error}") from None
+        raise CatalogError(f"{name}: not JSON: {error}") from None
     problems.check()
     if not isinstance(entries, dict):
-        raise CatalogError(f"{path.name}: a .json catalog is one object; name a file of one object a line .jsonl")
+        raise CatalogError(f"{name}: a .json catalog is one object; name a file of one object a line .jsonl")
     return entries

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from widebeam.errors import ConfigError
+from widebeam.errors import ConfigError, how_to_install
 
 Backend = Literal["faiss", "scikit-learn"]
 MANY_POINTS = 200_000
@@ -27,8 +27,8 @@ BLOCK = 1 << 22
 """Elements of a block of points times centroids, or times dimensions: 16 MB of float32."""
 
 
-FAISS, SCIKIT_LEARN = "faiss: pip install 'widebeam[faiss]'", "scikit-learn: pip install 'widebeam[demo]'"
-EITHER = "faiss or scikit-learn: pip install 'widebeam[faiss]' or 'widebeam[demo]'"
+FAISS, SCIKIT_LEARN = f"faiss: {how_to_install('faiss')}", f"scikit-learn: {how_to_install('demo')}"
+EITHER = f"{FAISS}, or {SCIKIT_LEARN}"
 
 
 def need(module: str, install: str = SCIKIT_LEARN) -> Any:

@@ -25,36 +25,41 @@ def is_parquet(path: Path) -> bool:
         return path.suffix in (".parquet", ".pq") or file.read(4) == b"PAR1"
 
 
-def embedded_header(path: Path) -> bytes | None:
+def embedded_header(path: Path, name: str) -> bytes | None:
     """The JSON text under the schema metadata key `widebeam`, if there is one."""
-    return (open_parquet(path).schema_arrow.metadata or {}).get(PARQUET_KEY)
+    return (open_parquet(path, name).schema_arrow.metadata or {}).get(PARQUET_KEY)
 
 
-def read_parquet(path: Path) -> Rows:
+def read_parquet(path: Path, name: str) -> Rows:
     """Columns `item_id` (integers or strings), `sid` (lists of integers or of strings), any others as metadata.
 
     Rows are counted from 0 in messages. Raises CatalogError.
     """
-    file = open_parquet(path)
-    table = read_columns(file, path.name)
-    _check_schema(path.name, table.schema)
+    file = open_parquet(path, name)
+    table = read_columns(file, name)
+    _check_schema(name, table.schema)
 
     def where(row: int) -> str:
-        return f"{path.name} row {row}"
+        return f"{name} row {row}"
 
-    problems = Problems(path.name)
-    ids = read_item_ids(table.column("item_id"), problems, where)
-    lengths, values, tokens = _sids(table.column("sid"), ids, problems, where)
-    problems.check()
-    return Rows("parquet", ids, lengths, values, tokens, _metadata(path.name, table), where)
+    problems = Problems(name)
+    ids = table.column("item_id")
+    _check_ids(ids, problems, where)
+
+    def item(row: int) -> str:
+        item_id = ids[row].as_py()
+        return "the item" if item_id in (None, "") else f"item {item_id!r}"
+
+    lengths, values, tokens = _sids(table.column("sid"), item, problems, where)
+    return Rows("parquet", ItemIds.from_arrow(ids), lengths, values, tokens, _metadata(name, table), where)
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Raises CatalogError."""
+def open_parquet(path: Path, name: str) -> pq.ParquetFile:
+    """Raises CatalogError, which calls the file by `name`."""
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for names of columns
-        raise CatalogError(f"{path.name}: not a readable parquet file: {one_line(error)}") from None
+        raise CatalogError(f"{name}: not a readable parquet file: {one_line(error)}") from None
 
 
 def read_columns(file: pq.ParquetFile, name: str, columns: list[str] | None = None) -> pa.Table:
@@ -136,27 +141,30 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def read_item_ids(column: pa.ChunkedArray, problems: Problems, where: Where) -> ItemIds:
-    """Ids without nulls; a missing or empty one is a problem that later messages could not name, so it ends here."""
-    missing = np.flatnonzero(column.is_null().to_numpy())
-    problems.add_rows(missing, lambda row: f"{where(row)}: item_id is missing")
-    if _is_text(column.type):
-        column = column.cast(pa.large_string())
-        empty = np.flatnonzero(pc.equal(column, "").fill_null(False).to_numpy())
-        problems.add_rows(empty, lambda row: f"{where(row)}: item_id is empty")
+    """Ids. Raises CatalogError for a missing or empty one."""
+    _check_ids(column, problems, where)
     problems.check()
     return ItemIds.from_arrow(column)
 
 
+def _check_ids(column: pa.ChunkedArray, problems: Problems, where: Where) -> None:
+    missing = np.flatnonzero(column.is_null().to_numpy())
+    problems.add_rows(missing, lambda row: f"{where(row)}: item_id is missing")
+    if _is_text(column.type):
+        empty = np.flatnonzero(pc.equal(column.cast(pa.large_string()), "").fill_null(False).to_numpy())
+        problems.add_rows(empty, lambda row: f"{where(row)}: item_id is empty")
+
+
 def _sids(
-    column: pa.ChunkedArray, ids: ItemIds, problems: Problems, where: Where
+    column: pa.ChunkedArray, item: Where, problems: Problems, where: Where
 ) -> tuple[np.ndarray, np.ndarray, list[str] | None]:
-    """Lengths, values and distinct tokens, as `Rows` has them."""
+    """Lengths, values and distinct tokens, as `Rows` has them. Raises CatalogError for all problems so far."""
     lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
-    problems.add_rows(np.flatnonzero(lengths == 0), lambda row: f"{where(row)}: item {ids[row]!r} has no sid")
+    problems.add_rows(np.flatnonzero(lengths == 0), lambda row: f"{where(row)}: {item(row)} has no sid")
     flat = pc.list_flatten(column)
     if flat.null_count:
         holes = np.repeat(np.arange(len(lengths)), lengths)[np.flatnonzero(flat.is_null().to_numpy())]
-        problems.add_rows(np.unique(holes), lambda row: f"{where(row)}: item {ids[row]!r}: sid has a missing entry")
+        problems.add_rows(np.unique(holes), lambda row: f"{where(row)}: {item(row)}: sid has a missing entry")
     problems.check()
     if not _is_text(flat.type):
         try:

@@ -104,6 +104,8 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
     """On the device: of --catalog-memory-gib, and the codebooks."""
     load_s: float | None
     """Seconds to read, check and index the file."""
+    warnings: tuple[str, ...]
+    """What may be other than meant."""
 
     def text(self) -> str:
         """The report for people: lines of a label and its facts, then a table of levels."""
@@ -128,6 +130,7 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
             ("filters", ", ".join(self.filters) or "none"),
             ("index", f"{self.index_bytes:,} bytes{loaded}"),
             ("device", f"{self.device_bytes:,} bytes"),
+            *(("warning", text) for text in self.warnings),
         ]
         return "\n".join([f"{label:<9} {fact}" for label, fact in lines] + self._table())
 
@@ -176,6 +179,7 @@ def inspect(catalog: Catalog, *, load_s: float | None = None) -> CatalogReport:
         index_bytes=index.nbytes,
         device_bytes=device_bytes(catalog),
         load_s=load_s,
+        warnings=catalog.warnings,
     )
 
 

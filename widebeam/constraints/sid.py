@@ -2,7 +2,7 @@
 
 A catalog is usually delivered with its SIDs. This module builds them where they do not exist yet, for what fits into
 memory (`build.py` does it for files of any size); serving never uses it. It needs scikit-learn and SciPy
-(`pip install 'widebeam[demo]'`), imported only when a function here is called.
+(the extra `demo`), imported only when a function here is called.
 """
 
 from __future__ import annotations

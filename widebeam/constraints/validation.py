@@ -20,6 +20,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that is wrong."""
 
     file: str
+    """As it was named."""
     line: int | None = None
     """Of a JSONL file, from 1."""
     row: int | None = None
@@ -31,7 +32,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """From a message about the catalog at `path`, its header or its metadata."""
         match = PLACE.fullmatch(text)
         if match is None or not path.with_name(match["file"].rsplit("/")[-1]).is_file():
-            return cls(file=path.name, reason=text)
+            return cls(file=str(path), reason=text)
         line, row = (None if match[name] is None else int(match[name]) for name in ("line", "row"))
         return cls(file=match["file"], line=line, row=row, reason=match["reason"])
 
@@ -51,12 +52,15 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     """Problems beyond those listed."""
     messages: tuple[str, ...]
     """The problems as they are printed."""
+    warnings: tuple[str, ...] = ()
+    """What may be other than meant, of a file that is fine."""
 
     def text(self) -> str:
         if not self.fine:
             return "\n".join(self.messages)
         unchecked = "" if self.resolved else "; token strings were not looked up in a tokenizer (--model)"
-        return f"{self.file} is fine: {self.items:,} items under {self.sids:,} SIDs{unchecked}"
+        fine = f"{self.file} is fine: {self.items:,} items under {self.sids:,} SIDs{unchecked}"
+        return "\n".join([fine, *(f"warning: {text}" for text in self.warnings)])
 
 
 def validate(
@@ -64,7 +68,7 @@ def validate(
 ) -> Validation:
     """Read and check a catalog file as a server does (see Catalog.load)."""
     try:
-        catalog = Catalog.load(path, token_id=token_id, vocab_size=vocab_size)
+        catalog = Catalog.load(path, shown=str(path), token_id=token_id, vocab_size=vocab_size)
     except CatalogError as error:
         more = sum(int(found[1]) for text in error.problems if (found := MORE.fullmatch(text)))
         problems = [Problem.of(text, path) for text in error.problems if not MORE.fullmatch(text)]
@@ -74,5 +78,5 @@ def validate(
         )  # fmt: skip
     return Validation(
         file=str(path), fine=True, items=catalog.num_items, sids=catalog.num_sids, resolved=catalog.resolved,
-        problems=[], more=0, messages=(),
+        problems=[], more=0, messages=(), warnings=catalog.warnings,
     )  # fmt: skip

@@ -38,7 +38,7 @@ _OF_ONE_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding",
 _NOT_FORWARDED = _OF_ONE_HOP | {"expect"}
 _NOT_RETURNED = _OF_ONE_HOP | {"date", "server", ID_HEADER}
 """The last three are written by the proxy, the id as it came or as the proxy made it."""
-_CATALOGS = "/v1/catalogs/"
+_CATALOGS, _CHANGES = "/v1/catalogs/", ("PUT", "POST", "DELETE")
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -72,7 +72,7 @@ class WideBeam:
         """One request of any route. If the caller goes away, Ray cancels this, and with it the search."""
         scope = request.scope
         # the path as routes see it: behind the application's prefix, and without escapes
-        if request.method in ("PUT", "POST") and scope["path"].removeprefix(scope["root_path"]).startswith(_CATALOGS):
+        if request.method in _CHANGES and scope["path"].removeprefix(scope["root_path"]).startswith(_CATALOGS):
             return _refused_change(request)
         has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
         answer = await self._session.request(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from widebeam.constraints import object_store
 from widebeam.constraints.header import base_name
-from widebeam.errors import CatalogUnreachable, InvalidRequest, RequestError, WideBeamError
+from widebeam.errors import CatalogUnreachable, InvalidRequest, NotFound, RequestError, WideBeamError
 
 if TYPE_CHECKING:
     from widebeam.engine.live_catalogs import LiveCatalogs
@@ -126,8 +126,10 @@ async def watch(catalogs: LiveCatalogs, interval_s: float) -> None:
             if not settled or now in (loaded, refused.get(name)):
                 continue
             try:
-                catalog = await catalogs.load(file.given, name, below=file.below)
+                catalog = await catalogs.load(file.given, name, below=file.below, again=True)
                 log.info("%s has changed: catalog %r is at version %d", file.given, name, catalog.version)
+            except NotFound:
+                continue  # it was removed meanwhile
             except WideBeamError as error:
                 if isinstance(error, CatalogUnreachable) or (isinstance(error, RequestError) and error.retryable):
                     log.warning("%s has changed, and will be tried again as %r: %s", file.given, name, error)

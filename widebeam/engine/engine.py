@@ -55,7 +55,7 @@ class Engine(Searching, Recommending, Blocking):
     def __init__(self, config: EngineConfig | str, **settings: Any) -> None:
         base = {"model": config} if isinstance(config, str) else msgspec.to_builtins(config)
         self.config: EngineConfig = convert(base | settings, EngineConfig)
-        self.catalogs = Catalogs(self.config.catalog_history)
+        self.catalogs = Catalogs(self.config.catalog_history, self.config.default_catalog)
         self.live: LiveCatalogs
         """How catalogs change. From when the engine has started."""
         self.staged: StagedCatalogs
@@ -82,11 +82,17 @@ class Engine(Searching, Recommending, Blocking):
         self._loop = asyncio.get_running_loop()
         self.died = asyncio.Event()
         try:
-            files = catalog_files(self.config.catalog)
+            files = catalog_files(self.config.catalog, self.config.default_catalog)
             for registry in (POLICIES, EVICTION):
                 await asyncio.to_thread(registry.discover)
             self._check_eviction()
             folder = await asyncio.to_thread(self._read_checkpoint)
+            size, tokenizer = self.model_config.vocab_size, self.tokenizer
+            deepest = min(self.config.max_levels, self.max_context_len - 1)
+            vocabulary = Vocabulary(tokenizer.token_id if tokenizer else None, size)
+            self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._make_searchable)
+            self.staged = StagedCatalogs(self.catalogs, self.live)
+            read = [await self.live.read(file, name) for name, file in files.items()]  # a wrong one ends the start now
             self._worker = Worker(lambda: self._build(folder), self._deliver, self._on_death)
             if self.config.tensor_parallel_size > 1 and torchrun_place(self.config) is None:
                 self._followers = Followers(self.config, folder, self._worker.give_up)
@@ -100,12 +106,9 @@ class Engine(Searching, Recommending, Blocking):
             )
             self._budgets = Budgets(self._limits.budgets)
             self._limits.warn()
-            vocabulary = Vocabulary(self.tokenizer.token_id if self.tokenizer else None, self._limits.vocab_size)
-            deepest = min(self.config.max_levels, self.max_context_len - 1)
-            self.live = LiveCatalogs(self.catalogs, vocabulary, deepest, self._make_searchable)
-            self.staged = StagedCatalogs(self.catalogs, self.live)
-            for name, file in files.items():
-                await self.load_catalog(file, name)
+            while read:  # which holds the catalogs
+                await self.live.change(read.pop(0))
+            self.catalogs.none_is_first()
             if self.config.watch_catalogs:
                 self.live.watch(self.config.watch_interval_s)
         except BaseException:

@@ -1,4 +1,4 @@
-"""How the catalogs of an engine change while it serves: loads, batches of changed items, and the way back.
+"""How the catalogs of an engine change while it serves: loads, batches of changed items, the way back, and the end.
 
 A new version is built on a thread of its own, put on the device between waves, and offered to new searches; those that
 run finish on theirs. Changes of one catalog take turns. One that fails changes nothing; one that waits or has begun is
@@ -8,9 +8,10 @@ completed, even if its caller goes away.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import msgspec
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
+from widebeam.constraints.difference import Difference, difference
+from widebeam.constraints.formats import header_inside
 from widebeam.constraints.updates import Row, updated
 from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, watch
 from widebeam.errors import (
@@ -31,10 +34,11 @@ from widebeam.errors import (
     WideBeamError,
 )
 
+log = logging.getLogger(__name__)
 MOST_WAITING = 64
 """Changes that may wait or run, of all catalogs together."""
-Build = Callable[[Catalog | None], Catalog]
-"""Makes a catalog from the version that is current. Runs on a thread."""
+Build = Callable[[Catalog | None], Catalog | None]
+"""Makes a catalog from the version that is current, or None where there is to be none. Runs on a thread."""
 
 
 @dataclass
@@ -57,10 +61,16 @@ class Change:
     build: Build
     if_version: int | None = None
     """Only if the catalog is at this version; 0: only if there is none."""
+    needs_one: bool = False
+    """Only if there is such a catalog when its turn comes."""
     numbered: bool = False
     """What `build` makes has its number."""
+    count: Callable[[Catalog | None, Catalog | None], Difference] = difference
+    """Of the versions before and after, for the log. Runs on a thread."""
     offered: Callable[[], None] = lambda: None
     """Called at once when new searches get it."""
+    built_s: float = 0.0
+    """Seconds that went into it before its turn."""
     keep: Callable[[Catalog], None] | None = None
     """Gets what is on the device now, in the place of new searches."""
 
@@ -93,15 +103,24 @@ class LiveCatalogs:
         version: int | None = None,
         below: str | None = None,
         upload: str | None = None,
+        again: bool = False,
     ) -> Catalog:
         """Offer a catalog file under a name, by default that of the file; the next version where there is one.
 
         `version`: its number, if the header does not declare it. `below`: a folder that the path is relative to and may
         not leave, now and whenever the file is loaded again. `upload`: the file is a temporary one, of this
-        description; without a header of its own it gets that of the version before. Raises CatalogError, Conflict,
-        Overloaded, and InvalidRequest as `CatalogFile.find` does and for another version than the header's.
+        description; without a header of its own it gets that of the version before. `again`: only if there is such a
+        catalog. Raises CatalogError, Conflict, Overloaded, NotFound, and InvalidRequest as `CatalogFile.find` does and
+        for another version than the header's.
         """
-        return await self.change(self.loading(path, name, if_version, version, below, upload))
+        change = self.loading(path, name, if_version, version, below, upload)
+        return await self.change(replace(change, needs_one=again))
+
+    async def read(self, path: str | Path, name: str | None = None) -> Change:
+        """A `load` whose file is read and checked now: the change offers what it holds then. Raises CatalogError."""
+        change, started = self.loading(path, name), time.perf_counter()
+        catalog = await asyncio.to_thread(change.build, None)
+        return replace(change, build=lambda _: catalog, built_s=time.perf_counter() - started)
 
     def loading(
         self,
@@ -115,6 +134,7 @@ class LiveCatalogs:
         """What `load` does, to be changed or done."""
         file = CatalogFile(str(path), below)
         name = file.name if name is None else name
+        shown = file.given if upload is None else Path(file.given).name
         seen: Fingerprint = ()
 
         def build(current: Catalog | None) -> Catalog:
@@ -122,12 +142,14 @@ class LiveCatalogs:
             if version is not None:
                 self._catalogs.check_number(name, version)
             with file.here() as (path, seen):
-                if upload is not None and current is not None:
+                if upload is not None and current is not None and header_inside(path, shown) is None:
                     header = _declared(current, None).header
                     path.with_name("catalog.json").write_bytes(msgspec.json.encode(header))
                 token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
-                catalog = Catalog.load(path, name=name, token_id=token_id, vocab_size=vocab_size)
-                self._check(catalog, path)
+                catalog = Catalog.load(path, name=name, shown=shown, token_id=token_id, vocab_size=vocab_size)
+                self._check(catalog, shown)
+            for warning in catalog.warnings:
+                log.warning("catalog %r (%s): %s", name, file.given if upload is None else upload, warning)
             where = str(path) if below is not None else file.given
             known = catalog.header.version
             if version is not None and known not in (None, version):
@@ -156,24 +178,39 @@ class LiveCatalogs:
 
         `version`: its number. Raises NotFound, Conflict, Overloaded, and InvalidRequest as `updates.updated` does.
         """
-        self._require(name)
+
+        rows = 0
+
+        def counted() -> Iterator[Row]:
+            nonlocal rows
+            for rows, row in enumerate(upsert, 1):  # noqa: B007 (it is used when all are read)
+                yield row
 
         def build(current: Catalog | None) -> Catalog:
             assert current is not None
             self._catalogs.check_number(name, version)
-            return _declared(updated(current, upsert, remove, self._vocabulary), version)
+            return _declared(updated(current, counted(), remove, self._vocabulary), version)
 
-        return await self.change(Change(name, build, if_version))
+        def count(before: Catalog | None, after: Catalog | None) -> Difference:
+            assert before is not None and after is not None
+            came = after.num_items - before.num_items + len(remove)
+            return Difference(came, rows - came, len(remove))
+
+        return await self.change(Change(name, build, if_version, needs_one=True, count=count))
 
     async def roll_back(self, name: str, version: int, if_version: int | None = None) -> Catalog:
         """Offer an earlier version again, under its number. Raises NotFound, Conflict, Overloaded."""
-        self._require(name)
 
         def build(current: Catalog | None) -> Catalog:
             assert current is not None
             return current if current.version == version else self._catalogs.copy_of(name, version)
 
-        return await self.change(Change(name, build, if_version, numbered=True))
+        return await self.change(Change(name, build, if_version, needs_one=True, numbered=True))
+
+    async def remove(self, name: str, if_version: int | None = None) -> Catalog:
+        """Offer a catalog no more, watch its file no more, and forget its earlier versions; what it was. Searches that
+        wait or run finish on it. Raises NotFound, Conflict, Overloaded."""
+        return await self.change(Change(name, lambda _: None, if_version, needs_one=True))
 
     def watch(self, interval_s: float) -> None:
         """From now on load files again that change."""
@@ -184,12 +221,8 @@ class LiveCatalogs:
         if self._watching is not None:
             self._watching.cancel()
 
-    def _require(self, name: str) -> None:
-        if self._catalogs.get(name) is None:
-            raise NotFound(f"no catalog is called {name!r}", code="unknown_catalog", param="catalog")
-
     async def change(self, change: Change) -> Catalog:
-        """Make a change when it is its turn. Raises Overloaded, Conflict, and what `build` raises."""
+        """Make a change when it is its turn. Raises Overloaded, NotFound, Conflict, and what `build` raises."""
         if self._waiting.total() >= MOST_WAITING:
             raise Overloaded(f"{MOST_WAITING} changes of catalogs wait already", retry_after_s=1.0)
         self._waiting[change.name] += 1
@@ -217,6 +250,8 @@ class LiveCatalogs:
     async def _replace(self, change: Change) -> Catalog:
         name = change.name
         current = self._catalogs.get(name) if name in self._catalogs.names() else None
+        if current is None and change.needs_one:
+            raise NotFound(f"no catalog is called {name!r}", code="unknown_catalog", param="catalog")
         version = 0 if current is None else current.version
         if change.if_version is not None and change.if_version != version:
             raise Conflict(
@@ -226,6 +261,11 @@ class LiveCatalogs:
             )
         started = time.perf_counter()
         catalog = await asyncio.to_thread(change.build, current)
+        if catalog is None:
+            assert current is not None
+            self._forget(name)
+            await self._log(change, current, None)
+            return current
         if catalog is current:
             return catalog
         if not change.numbered:
@@ -237,18 +277,43 @@ class LiveCatalogs:
             return catalog
         self._catalogs.add(catalog)
         change.offered()
-        self.stats.build_s[name], self.stats.swap_s[name] = built - started, time.perf_counter() - built
+        self.stats.build_s[name] = change.built_s + built - started
+        self.stats.swap_s[name] = time.perf_counter() - built
+        await self._log(change, current, catalog)
         return catalog
 
-    def _check(self, catalog: Catalog, path: Path) -> None:
+    async def _log(self, change: Change, before: Catalog | None, after: Catalog | None) -> None:
+        """The line of a change that was made; version 0 stands for none."""
+        versions = [0 if one is None else one.version for one in (before, after)]
+        numbers = (await asyncio.to_thread(change.count, before, after))._asdict()
+        source = "removed" if after is None else after.source
+        log.info(
+            "catalog %r: version %d -> %d, %d items came, %d changed, %d went (%s)",
+            *(change.name, *versions, *numbers.values(), source),
+            extra={
+                "fields": {
+                    "catalog": change.name, "version_before": versions[0], "version": versions[1], **numbers,
+                    "source": source,
+                }
+            },
+        )  # fmt: skip
+
+    def _forget(self, name: str) -> None:
+        """Of what is counted by catalog too, so that no label stays of a name that is gone."""
+        self._catalogs.remove(name)
+        self.files.pop(name, None)
+        for seconds in (self.stats.build_s, self.stats.swap_s):
+            seconds.pop(name, None)
+        for counted in [one for one in self.stats.outcomes if one[0] == name]:
+            del self.stats.outcomes[counted]
+
+    def _check(self, catalog: Catalog, shown: str) -> None:
         """Raise CatalogError for what no search could run on."""
         if not catalog.resolved:
-            raise CatalogError(
-                f"{path.name} spells SIDs as token strings, but the model has no tokenizer to resolve them"
-            )
+            raise CatalogError(f"{shown} spells SIDs as token strings, but the model has no tokenizer to resolve them")
         if catalog.depth > self._deepest:
             raise CatalogError(
-                f"{path.name}: there is no room for SIDs of {catalog.depth} tokens: --max-levels and "
+                f"{shown}: there is no room for SIDs of {catalog.depth} tokens: --max-levels and "
                 f"--max-context-len allow {self._deepest}"
             )
 

@@ -103,8 +103,11 @@ class Recommending:
 def _current(engine: Engine, name: str | None, min_version: int | None) -> Catalog:
     """The version that is recommended from."""
     if (catalog := engine.catalogs.get(name, min_version)) is None:
+        known = ", ".join(engine.catalogs.names())
+        there = f", name one of {known}" * bool(known)
+        ways = f"start with --catalog FILE{there}, or search without one (/generate)"
         raise InvalidRequest(
-            "there is no catalog to recommend from: start with --catalog FILE, or search without one (/generate)",
+            f"there is no catalog to recommend from: {ways}",
             code="no_catalog",
             param="catalog",
         )

@@ -40,6 +40,7 @@ class StagedCatalogs:
         def build(current: Catalog | None) -> Catalog:
             self._staged.pop(change.name, None)  # its room is needed
             catalog = change.build(current)
+            assert catalog is not None
             if catalog.header.version is None:
                 raise Conflict(
                     f"the version of catalog {change.name!r} is not declared, and would be another on each server",

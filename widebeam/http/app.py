@@ -47,6 +47,7 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.get("/v1/catalogs", catalogs.list_catalogs),
             web.get("/v1/catalogs/{name}", catalogs.show_catalog),
             web.put("/v1/catalogs/{name}", catalogs.put_catalog),
+            web.delete("/v1/catalogs/{name}", catalogs.remove_catalog),
             web.post("/v1/catalogs/{name}/items", catalogs.update_items),
             web.post("/v1/catalogs/{name}/rollback", catalogs.roll_back),
             web.get("/health", admin.health),

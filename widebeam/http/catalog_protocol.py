@@ -19,6 +19,8 @@ class CatalogInfo(msgspec.Struct, kw_only=True):
     """A catalog as new searches get it."""
 
     name: str
+    default: bool
+    """Requests that name no catalog get this one."""
     version: int
     items: int
     sids: int
@@ -63,6 +65,12 @@ class UploadQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: UploadFormat | UnsetType = UNSET
     if_version: Version | UnsetType = UNSET
     version: DeclaredVersion | UnsetType = UNSET
+
+
+class RemoveQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Query of DELETE /v1/catalogs/{name}."""
+
+    if_version: Version | UnsetType = UNSET
 
 
 class UpdateItems(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -22,17 +22,19 @@ from widebeam.http.catalog_protocol import (
     CatalogInfo,
     CatalogList,
     PutCatalog,
+    RemoveQuery,
     RollBack,
     UpdateItems,
     UploadFormat,
     UploadQuery,
 )
-from widebeam.http.keys import SERVER_CONFIG, UPLOADS, working_engine
+from widebeam.http.keys import FACTS, SERVER_CONFIG, UPLOADS, working_engine
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
     from widebeam.engine.engine import Engine
 
+T = TypeVar("T", bound=msgspec.Struct)
 MOST_UPLOADS = 2
 """Files that arrive, wait or are read at once."""
 _NAMES: dict[UploadFormat, str] = {
@@ -72,12 +74,7 @@ async def put_catalog(request: web.Request) -> web.Response:
             f"a catalog's name has at most {MAX_NAME_LENGTH} printable characters, and is not {NO_CATALOG!r}",
             param="name",
         )
-    if len(request.query) > len(set(request.query)):
-        raise InvalidRequest("a parameter of the query is there twice")
-    try:
-        query = msgspec.convert(dict(request.query), UploadQuery, strict=False)
-    except msgspec.ValidationError as error:
-        raise invalid(error, UploadQuery) from None
+    query = _query(request, UploadQuery)
     if query.format is UNSET:
         for field in ("if_version", "version"):
             if getattr(query, field) is not UNSET:
@@ -95,7 +92,15 @@ async def put_catalog(request: web.Request) -> web.Response:
     else:
         with _file_errors("body"):
             catalog = await _upload(request, engine, name, query)
-    return json_response(_info(engine, catalog))
+    return _changed(request, engine, catalog)
+
+
+async def remove_catalog(request: web.Request) -> web.Response:
+    """Offer a catalog no more; the answer says what it was."""
+    engine = working_engine(request)
+    query = _query(request, RemoveQuery)
+    if_version = None if query.if_version is UNSET else query.if_version
+    return _changed(request, engine, await engine.live.remove(request.match_info["name"], if_version))
 
 
 async def update_items(request: web.Request) -> web.Response:
@@ -107,7 +112,7 @@ async def update_items(request: web.Request) -> web.Response:
         catalog = await engine.live.update(
             request.match_info["name"], _rows(body.upsert), body.remove, body.if_version, version=body.version
         )
-    return json_response(_info(engine, catalog))
+    return _changed(request, engine, catalog)
 
 
 async def roll_back(request: web.Request) -> web.Response:
@@ -115,7 +120,7 @@ async def roll_back(request: web.Request) -> web.Response:
     engine = working_engine(request)
     body = decode(_ROLL_BACK, await read_body(request))
     catalog = await engine.live.roll_back(request.match_info["name"], body.version, body.if_version)
-    return json_response(_info(engine, catalog))
+    return _changed(request, engine, catalog)
 
 
 async def check_root(app: web.Application) -> None:
@@ -125,9 +130,17 @@ async def check_root(app: web.Application) -> None:
         raise ConfigError(f"--catalog-root: {root} is not a folder")
 
 
+def _changed(request: web.Request, engine: Engine, catalog: Catalog) -> web.Response:
+    """The answer to a change, whose line in the log says of which catalog it was."""
+    facts = request[FACTS]
+    facts.catalog, facts.version = catalog.name, catalog.version
+    return json_response(_info(engine, catalog))
+
+
 def _info(engine: Engine, catalog: Catalog) -> CatalogInfo:
     return CatalogInfo(
         name=catalog.name,
+        default=catalog.name == engine.catalogs.default,
         version=catalog.version,
         items=catalog.num_items,
         sids=catalog.num_sids,
@@ -141,6 +154,15 @@ def _info(engine: Engine, catalog: Catalog) -> CatalogInfo:
         made_at=catalog.made_at,
         earlier=[one.version for one in engine.catalogs.earlier(catalog.name)],
     )
+
+
+def _query(request: web.Request, kind: type[T]) -> T:
+    if len(request.query) > len(set(request.query)):
+        raise InvalidRequest("a parameter of the query is there twice")
+    try:
+        return msgspec.convert(dict(request.query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid(error, kind) from None
 
 
 def _rows(upsert: Sequence[msgspec.Raw]) -> Iterator[dict[str, Any]]:

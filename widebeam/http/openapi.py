@@ -17,7 +17,15 @@ from widebeam import errors
 from widebeam.http.admin import AbortRequest, AbortResponse
 from widebeam.http.auth import ACCESS, Access, Keyring
 from widebeam.http.body import json_response
-from widebeam.http.catalog_protocol import CatalogInfo, CatalogList, PutCatalog, RollBack, UpdateItems, UploadQuery
+from widebeam.http.catalog_protocol import (
+    CatalogInfo,
+    CatalogList,
+    PutCatalog,
+    RemoveQuery,
+    RollBack,
+    UpdateItems,
+    UploadQuery,
+)
 from widebeam.http.failures import ERROR_BODIES
 from widebeam.http.keys import KEYRING
 from widebeam.http.middleware import ID_HEADER, TIMEOUT_HEADER, VERSION_HEADER, dialect_of
@@ -99,6 +107,7 @@ OPERATIONS = {
     ("PUT", "/v1/catalogs/{name}"): Operation(
         "Loads a catalog file", CatalogInfo, PutCatalog, _BODY + _CHANGE, query=UploadQuery
     ),
+    ("DELETE", "/v1/catalogs/{name}"): Operation("Removes a catalog", CatalogInfo, failures=_CHANGE, query=RemoveQuery),
     ("POST", "/v1/catalogs/{name}/items"): Operation(
         "Adds, replaces and removes items", CatalogInfo, UpdateItems, _BODY + _CHANGE
     ),
