@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
-from widebeam.engine.live_catalogs import Change, LiveCatalogs
+from widebeam.engine.catalog_changes import Change
+from widebeam.engine.live_catalogs import LiveCatalogs
 from widebeam.errors import Conflict
 
 

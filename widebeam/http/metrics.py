@@ -20,8 +20,8 @@ import widebeam
 from widebeam.engine.stats import SECONDS, Distribution
 
 if TYPE_CHECKING:
+    from widebeam.engine.catalog_changes import ChangeStats
     from widebeam.engine.engine import Engine
-    from widebeam.engine.live_catalogs import ChangeStats
     from widebeam.engine.request import SearchResult
 
 STATES = ("starting", "ready", "draining", "stopped", "dead")
