@@ -56,7 +56,7 @@ def test_all_parts_are_measured_and_written(checkpoint: Path, tmp_path: Path) ->
 def test_bad_options_are_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["--context", "10", "--known", "10"], "--known 10 is not between 0 and --context 10"),
-        (["--", "--page-size", "0"], "page_size"),
+        (["--", "--page-size", "0"], "--page-size 0"),
     ):
         with pytest.raises(SystemExit):
             history.parse(["x", *options])
