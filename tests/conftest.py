@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `from tests import tiny`
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tiny models threads would mostly wait for each other
@@ -16,6 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from tests import tiny
 
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")  # a slow machine fails no test
 gc.disable()  # until all tests are imported
 
 

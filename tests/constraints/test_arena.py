@@ -104,7 +104,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestArena.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_long_arrays_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

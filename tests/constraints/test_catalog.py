@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.constraints import strategies
@@ -66,7 +66,6 @@ def check(catalog: Catalog, items: Items, form: str, token_of: Callable[[int, in
 
 @pytest.mark.parametrize("form", ["codes", "token_ids", "tokens"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@settings(deadline=None)
 @given(data=st.data())
 def test_native_formats(tmp_path_factory: pytest.TempPathFactory, suffix: str, form: str, data: st.DataObject) -> None:
     ids = strategies.ITEM_IDS
@@ -98,7 +97,6 @@ def test_native_formats(tmp_path_factory: pytest.TempPathFactory, suffix: str, f
     assert catalog.format == suffix[1:]
 
 
-@settings(deadline=None)
 @given(
     items=strategies.items(ids=st.text(st.characters(codec="utf-8"), min_size=1, max_size=4)),
     with_metadata=st.booleans(),
@@ -117,7 +115,6 @@ def test_minionerec(tmp_path_factory: pytest.TempPathFactory, items: Items, with
             assert catalog.metadata(catalog.row_of(key) or 0, ["title"]) == {"title": f"Title {key}"}
 
 
-@settings(deadline=None)
 @given(items=strategies.items(depth=3))
 def test_packed(tmp_path_factory: pytest.TempPathFactory, items: Items) -> None:
     by_sid = sorted(items, key=lambda item: item[1])  # a file lists the items of one SID together
@@ -167,7 +164,6 @@ def test_without_a_tokenizer_token_strings_get_made_up_ids(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@settings(deadline=None)
 @given(
     values=st.lists(st.none() | st.sampled_from([1, 2, 2.5, 7]), min_size=1, max_size=25)
     | st.lists(st.none() | st.sampled_from(["a", "b", "ba"]), min_size=1, max_size=25),

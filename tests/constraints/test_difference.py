@@ -17,7 +17,7 @@ ITEMS = st.dictionaries(st.integers(1, 12), SIDS, min_size=1)
 
 
 @given(ITEMS, ITEMS, st.sampled_from([int, str]), st.sampled_from([int, str]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_came_changed_and_went(
     tmp_path_factory: pytest.TempPathFactory, old: dict[int, tuple[int]], new: dict[int, tuple[int]],
     kind: type, other_kind: type,

@@ -78,7 +78,6 @@ def requests(draw: st.DrawFn, ids: list[int | str]) -> Filters:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@settings(deadline=None)
 @given(data=st.data())
 def test_allowed_are_the_items_that_pass(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject
@@ -115,7 +114,6 @@ def test_allowed_are_the_items_that_pass(
         assert warnings == expected
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200), st.data())
 def test_counts_are_those_of_a_recount(num_items: int, data: st.DataObject) -> None:
     bits = np.array(data.draw(st.lists(st.booleans(), min_size=num_items, max_size=num_items)), np.uint8)
@@ -168,7 +166,6 @@ def catalog(tmp_path: Path) -> Catalog:
     return Catalog.load(write_jsonl(tmp_path / "items.jsonl", rows))
 
 
-@settings(deadline=None)
 @given(ids=st.lists(strategies.ITEM_IDS, unique_by=str, max_size=20), asked=st.lists(strategies.ITEM_IDS, max_size=20))
 def test_many_ids_are_found_as_one_is(ids: list[int | str], asked: list[int | str]) -> None:
     known = ItemIds.of(ids)
@@ -186,7 +183,7 @@ def test_many_ids_are_told_apart_when_their_hashes_are_equal(monkeypatch: pytest
 
 
 @given(st.lists(st.integers(-20, 230), max_size=40))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_deny_is_the_complement_of_allow(catalog: Catalog, ids: list[int]) -> None:
     (denied, _), (allowed, _) = (allowed_items(catalog, Filters(**{field: tuple(ids)})) for field in ("deny", "allow"))
     rows = np.arange(catalog.num_items)

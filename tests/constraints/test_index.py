@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from tests.constraints.strategies import SIDS, WIDE_SIDS
 from widebeam.constraints.index import CatalogIndex
@@ -47,7 +47,6 @@ def check_against_prefixes(sids: list[Sid]) -> None:
             assert index.widest(length, width) == sum(counts[:width])
 
 
-@settings(deadline=None)
 @given(SIDS)
 @example([(0,)])
 @example([(2, 1), (2,), (2, 1, 0), (2, 1), (2,)])
@@ -55,7 +54,6 @@ def test_every_node_is_what_the_prefixes_say(sids: list[Sid]) -> None:
     check_against_prefixes(sids)
 
 
-@settings(deadline=None)
 @given(WIDE_SIDS)
 def test_large_codes_and_many_levels(sids: list[Sid]) -> None:
     check_against_prefixes(sids)

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from widebeam.constraints import kmeans
@@ -70,7 +70,6 @@ def test_a_library_is_chosen_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
         kmeans.choose_backend("auto")
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 999), count=st.integers(1, 40), codes=st.integers(1, 20), dim=st.integers(1, 9),
     offset=st.sampled_from([0.0, 1.0, 1000.0]), grid=st.booleans(),
@@ -118,7 +117,6 @@ def gale_shapley(distances: np.ndarray, places: int) -> list[int]:
     return [next(code for code, points in enumerate(held) if point in points) for point in range(len(distances))]
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 999), count=st.integers(1, 40), codes=st.integers(1, 9), spare=st.integers(0, 2))
 def test_balanced_is_the_stable_matching(seed: int, count: int, codes: int, spare: int) -> None:
     rng = np.random.default_rng(seed)

@@ -34,7 +34,7 @@ sids = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=3), min_size=1,
 
 @pytest.mark.parametrize("form", ["tokens", "token_ids"])
 @pytest.mark.parametrize("format", WRITERS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sids=sids, spelled=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=12, max_size=12))
 def test_spelled_or_not_the_catalog_is_the_same(
     form: str, format: str, sids: list[list[int]], spelled: list[tuple[bool, bool]], tmp_path: Path

@@ -118,7 +118,7 @@ def column(data: st.DataObject, values: list[Any], kind: pa.DataType) -> pa.Chun
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.kind))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_operators_mean_what_python_means(case: Case, data: st.DataObject) -> None:
     values = data.draw(st.lists(st.none() | case.values, min_size=1, max_size=12))
@@ -131,7 +131,7 @@ def test_operators_mean_what_python_means(case: Case, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.kind))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data(), outer=st.sampled_from([pa.list_, pa.large_list, lambda kind: pa.list_(kind, 2)]))
 def test_lists_contain_what_equals_an_element(
     case: Case, data: st.DataObject, outer: Callable[[pa.DataType], pa.DataType]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.constraints.catalog_files import write_header, write_jsonl
@@ -66,7 +66,6 @@ ITEMS = st.sampled_from(
 HISTORIES = st.lists(st.sampled_from([1, "1", "two", 3, "3", 4, 5, "5", 77, "zz", "01"]), max_size=12)
 
 
-@settings(deadline=None)
 @given(
     history=HISTORIES,
     prefix=TEXTS,

@@ -135,7 +135,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Row], list[tuple[list[Row], list[in
     return rows, batches, suffix, header(form, order, declared)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(histories())
 def test_a_catalog_after_updates_is_the_one_loaded_from_the_same_rows(
     tmp_path_factory: pytest.TempPathFactory,

@@ -88,7 +88,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def refusal(budgets: Budgets, search: Search, now: float) -> float:

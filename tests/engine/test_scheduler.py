@@ -390,7 +390,7 @@ class Arrivals(RuleBasedStateMachine):
 
 
 TestArrivals = Arrivals.TestCase
-TestArrivals.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestArrivals.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 @given(st.integers(1, 100_000))

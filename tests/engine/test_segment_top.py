@@ -34,7 +34,7 @@ def expect_top(
 scores = st.one_of(st.sampled_from([-0.0, 0.0, -1.5, 1e-45, 7.0, INF, -INF]), st.floats(width=32, allow_nan=False))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     score=st.lists(scores, max_size=60),
     limit=st.lists(st.one_of(st.integers(0, 8), st.just(UNLIMITED)), min_size=1, max_size=7),

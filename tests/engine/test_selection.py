@@ -88,7 +88,7 @@ def assert_identical(returned: list[Found], expected: list[Found]) -> None:
 widths_of = st.lists(st.integers(1, 20), min_size=1, max_size=4).map(lambda widths: tuple(widths))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(widths=widths_of, vocab=st.sampled_from([1, 7, 12, 25, 31]), seed=st.integers(0, 10**6), data=st.data())
 def test_unconstrained(widths: tuple[int, ...], vocab: int, seed: int, data: st.DataObject) -> None:
     """Also over vocabularies that are one column, or columns of one token."""
@@ -97,7 +97,7 @@ def test_unconstrained(widths: tuple[int, ...], vocab: int, seed: int, data: st.
     assert_identical(run([table], [make_search(widths, n, vocab=vocab)])[0], expect(table, widths, n))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     widths=st.lists(st.integers(1, 8), min_size=2, max_size=5).map(tuple),
     seed=st.integers(0, 10**6),
@@ -152,7 +152,7 @@ def catalog_logprobs(table: Table, items: set[Prefix], normalizer: str) -> Any:
     return logprobs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     items=catalogs,
     normalizer=st.sampled_from(["vocab", "level", "legal"]),
@@ -181,7 +181,7 @@ def test_waves_over_catalogs_of_mixed_depth(
         assert_identical(mine, theirs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     items=catalogs,
     depth=st.none() | st.integers(1, 4),
@@ -235,7 +235,7 @@ def staying(plan: LevelPlan) -> Any:
     return stay
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     plans=st.lists(
         st.none()
@@ -278,7 +278,7 @@ def test_beams_that_policies_leave_out(
         assert_identical(returned, wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     plans=st.lists(
         st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), st.booleans()),

@@ -98,7 +98,7 @@ def whole_tree(
 uniform_catalogs = st.sets(st.tuples(*[st.integers(0, VOCAB - 1)] * 3), min_size=1, max_size=40)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["plain", "stops", "suppressed", "catalog", "filter"]),
     items=uniform_catalogs,
@@ -145,7 +145,7 @@ def test_the_sample_is_the_best_of_the_whole_tree_by_its_noise(
                 assert one.cum == pytest.approx(expected, abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(items=catalogs, seed=st.integers(0, 10**6), width=st.integers(1, 9))
 def test_items_that_end_at_different_levels_compete_by_noise(items: set[Prefix], seed: int, width: int) -> None:
     """Only where no SID is the beginning of another: an item that also goes on is a leaf and a node at once."""

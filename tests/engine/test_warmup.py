@@ -109,7 +109,7 @@ def catalogs(deepest: int) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(any_settings(), catalogs(9))
 def test_every_wave_is_one_that_the_scheduler_may_form(setting: Setting, catalog: Any) -> None:
     limits = replace(setting.limits, tokens=max(setting.limits.tokens, setting.longest))  # a long prompt runs alone
@@ -136,13 +136,13 @@ def assert_met(setting: Setting, seed: int, *, widest: int | None = None, catalo
         assert not missed, [(search.num_tokens, search.widths, search.num_returned) for search in searches]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(covered_settings(), st.booleans(), seeds)
 def test_any_token(setting: Setting, stops: bool, seed: int) -> None:
     assert_met(setting, seed, stops=stops)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(covered_settings(most_rows=512, least_slots=4), catalogs(5), seeds)
 def test_catalogs_that_can_fill_the_widest_beam(setting: Setting, catalog: Any, seed: int) -> None:
     widest = min(setting.widest, setting.vocab_size)
@@ -150,7 +150,7 @@ def test_catalogs_that_can_fill_the_widest_beam(setting: Setting, catalog: Any, 
     assert_met(setting, seed, catalog=catalog)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(covered_settings(most_rows=512, least_slots=4), catalogs(5), seeds)
 def test_any_catalog_with_one_request_at_a_time(setting: Setting, catalog: Any, seed: int) -> None:
     widest = max(size for size in ROWS if size <= min(setting.widest, setting.vocab_size))

@@ -107,7 +107,7 @@ def send(case: Any, service: Service) -> int:
 def made_up(examples: int) -> Any:
     """The same few cases in each run; a failure is shown as it was found."""
     return settings(
-        max_examples=examples, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=examples, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 

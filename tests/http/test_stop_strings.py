@@ -59,7 +59,7 @@ def by_definition(decode: Decode, ids: list[int], strings: list[str]) -> Stop | 
 
 
 @pytest.mark.parametrize("kind", ["words", "bytes"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_found_as_defined(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizers[kind]

@@ -225,7 +225,7 @@ class HostMachine(RuleBasedStateMachine):
 
 
 TestHostTier = HostMachine.TestCase
-TestHostTier.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestHostTier.settings = settings(max_examples=40, stateful_step_count=30)
 A, B = (1, 1, 2, 2, 3, 3, 0), (4, 4, 5, 5, 6, 6, 0)
 """Three pages and a token."""
 

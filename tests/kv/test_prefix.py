@@ -266,9 +266,9 @@ class CollidingMachine(PrefixMachine):
 
 
 TestPrefix = PrefixMachine.TestCase
-TestPrefix.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPrefix.settings = settings(max_examples=120, stateful_step_count=40)
 TestCollisions = CollidingMachine.TestCase
-TestCollisions.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCollisions.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_keys_depend_on_all_tokens_before_and_on_the_salt() -> None:
