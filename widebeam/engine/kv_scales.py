@@ -37,7 +37,7 @@ def choose_scales(model: Qwen3, plans: Plans, max_context_len: int) -> tuple[Sca
     """Those of the checkpoint, or else measured ones, one pair a layer; no key scale under LEAST_KEY_SCALE. Raises
     ConfigError."""
     if model.kv_scales:
-        log.info("float8 context KV with the checkpoint's scales")
+        log.info("float8 context KV with the checkpoint's scales, those of keys at least %g", LEAST_KEY_SCALE)
         return tuple(Scales(max(k, LEAST_KEY_SCALE), v) for k, v in model.kv_scales)
     tokens = min(TOKENS, max_context_len)
     log.info("float8 context KV with scales measured on %d random tokens", tokens)

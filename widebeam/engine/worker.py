@@ -69,7 +69,7 @@ class Worker:
         self.out_of_memory = 0
 
     def start(self) -> None:
-        """Takes more frequent turns of Python's threads, in the whole process, for as long as it lives."""
+        """From then on threads take shorter turns of Python, in the whole process."""
         sys.setswitchinterval(min(sys.getswitchinterval(), TURN_S))
         self._thread.start()
 

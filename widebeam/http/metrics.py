@@ -81,7 +81,7 @@ _HISTOGRAMS = {
     "wave_requests": "Searches of a wave",
     "wave_rows": "Beam rows of a wave",
     "wave_prompt_tokens": "Prompt tokens of a wave",
-    "wave_host_seconds": "Time in which the host prepared and launched a wave",
+    "wave_host_seconds": "Time in which the host prepared and launched a wave, its waits for the device included",
     "company_wait_seconds": "Time for which searches waited for company while the device was busy",
     "beam_width": "Beams of a search at its widest level",
     "prompt_length_tokens": "Prompt tokens of a search",
