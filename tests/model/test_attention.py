@@ -18,6 +18,7 @@ from widebeam.model.flashinfer import FlashInferBackend, why_not
 from widebeam.model.ops import FP8, merge_beams
 
 Q, K, S = 4, 2, 4
+PAGES = 64
 CONFIG = ModelConfig(
     model_type="qwen3", vocab_size=10, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=Q, num_kv_heads=K,
     head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-6, tied_head=True, qkv_bias=False, o_bias=False,
@@ -38,7 +39,7 @@ def make_plans(name: str, device: str, dtype: torch.dtype, D: int, kv_dtype: tor
     config = msgspec.structs.replace(CONFIG, head_dim=D)
     if name == "flashinfer" and (reason := why_not(config, dtype, torch.device(device))):
         pytest.skip(reason)
-    return Plans(BACKENDS.get(name)(config, S, 64, dtype, torch.device(device), kv_dtype))
+    return Plans(BACKENDS.get(name)(config, S, PAGES, dtype, torch.device(device), kv_dtype))
 
 
 def naive(q_QD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,6 +117,20 @@ def test_beams_see_their_own_context_and_tokens(
                 close(merged[row].view(Q, D), both, eps)
                 row += 1
         assert merged.isfinite().all(), "rows that fill the shape must stay finite"
+
+
+@backends
+def test_contexts_may_share_all_their_pages(name: str, device: str, dtype: torch.dtype, D: int, eps: float) -> None:
+    """Each as long as a context may be, so that the wave reads more pages than the pool has."""
+    torch.manual_seed(3)
+    pages, lengths = list(range(PAGES)), [PAGES * S, PAGES * S - 1, PAGES * S - 2]
+    q = torch.randn(len(lengths), Q, D, device=device, dtype=dtype)
+    pool = torch.randn(PAGES * S, K, D, device=device, dtype=dtype)
+    plan, handle = make_plans(name, device, dtype, D).context(len(lengths), len(lengths), 1)
+    plan.plan([1] * len(lengths), lengths, [pages] * len(lengths))
+    out, _ = context_attention(q, pool, pool.clone(), handle)
+    for row, length in enumerate(lengths):
+        close(out[row], naive(q[row], pool[:length], pool[:length])[0], eps)
 
 
 @pytest.mark.parametrize("case", [

@@ -60,8 +60,8 @@ def choose_ground(config: EngineConfig, model: ModelConfig, max_context_len: int
     fp8 = wants_fp8(config.quantization, model, dtype, device)
     pages_dtype = kv_dtype(config.kv_cache_dtype, config.attention_backend, model, dtype, device)
     require_room_for_weights(weight_bytes(model, dtype, fp8=fp8), device, config.gpu_memory_utilization)
-    pages = -(-max(config.max_wave_tokens, max_context_len) // config.page_size) + config.max_wave_requests
-    backend, fallbacks = make_backend(config, model, pages, dtype, device, pages_dtype)
+    max_pages = -(-max_context_len // config.page_size)
+    backend, fallbacks = make_backend(config, model, max_pages, dtype, device, pages_dtype)
     return Ground(device, dtype, pages_dtype, fp8, backend, fallbacks)
 
 

@@ -73,7 +73,8 @@ class AttentionBackend(Protocol):
 
 
 class BackendFactory(Protocol):
-    """Makes a backend. `kv_dtype`: that of the pages, if it is another."""
+    """Makes a backend. `max_pages`: most of one context; several may share them. `kv_dtype`: that of the pages, if it
+    is another."""
 
     def __call__(
         self,

@@ -53,7 +53,7 @@ def _gist(error: Exception) -> str:
 
 class FlashInferBackend:
     """Wrappers that share one workspace: they plan and run one after another on one stream. Plans that are used beside
-    those of prefill have a second one.
+    those of prefill have a second one. A context has `max_pages` at most.
 
     Pages of float8 are read by FlashAttention-2, with queries as they are: FlashAttention-3 would need float8 ones.
 
@@ -198,7 +198,7 @@ class FlashInferContext:
         room = backend.room(backend.context_kernel, splits * rows, batch)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
             room, "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
-            paged_kv_indptr_buf=buffer(batch + 1), paged_kv_indices_buf=buffer(backend.max_pages + batch),
+            paged_kv_indptr_buf=buffer(batch + 1), paged_kv_indices_buf=buffer(requests * backend.max_pages + batch),
             paged_kv_last_page_len_buf=buffer(batch), backend=backend.context_kernel,
         )  # fmt: skip
 
