@@ -8,8 +8,8 @@ memory behind it, unless that is 0. Prompts are random token ids.
     single   one request of --context tokens, of which --known have been computed before; what is behind them is new at
              each repeat. Beside it the same cold. From the host: after other users have filled the pool on the device.
     replay   a closed loop of returning users (returning.py), whose histories grow by 20 tokens a visit. `zipf`: ten
-             times as many of them as fit the pool. `hits`: four visits of five are by a user who has been there before,
-             and whose history is still there unless its beginning has moved.
+             times as many of them as fit the pool. `hits`: most visits are by a user who has been there before, and
+             whose history is still there unless its beginning has moved, so that four of five hit.
     cold     prompts that nobody has sent before, while the pool is full of others: the cache must cost nothing.
 
 Times are in milliseconds: those of `call` are the whole one, all others of single and cold the device's own. Aimed at
@@ -47,9 +47,9 @@ WARM_UP = 3
 MORE_OFTEN = 3
 """Cold requests for each repeat of the others: a difference of 2 % is small."""
 TIMES_THE_POOL = 10
-"""Users of the replay for each that fits the pool; of those that always hit there are a quarter of these."""
+"""Users of `zipf` for each that fits the pool; those of `hits` who come back fill half of it."""
 SAVING_S = 0.2
-"""Time to save a prompt in the host's memory before others push it out."""
+"""Time to save prompts in the host's memory: the one in question, and then those that push it out."""
 
 
 class Bench:
@@ -83,6 +83,7 @@ class Bench:
             if flooded:
                 await asyncio.sleep(SAVING_S)
                 await self.flood()
+                await asyncio.sleep(SAVING_S)
             sent = time.perf_counter()
             results.append(await self.engine.submit(prompt, self.params))
             calls.append((time.perf_counter() - sent) * 1e3)
@@ -113,7 +114,7 @@ class Bench:
         users = given.users or self.fit * TIMES_THE_POOL
         replays = {
             "zipf": zipf_visits(users, given.exponent, given.warm_up, given.visits),
-            "hits": visits_at_rate(max(1, self.fit // 4), given.hit_rate, given.visits),
+            "hits": visits_at_rate(max(1, self.fit // 2), given.hit_rate, given.visits),
         }
         found = {}
         for name, visits in replays.items():
@@ -156,6 +157,7 @@ async def measure(arguments: argparse.Namespace, mode: str, fit: int | None) -> 
     """All parts in one mode. `fit`: for how many users the replay is made; None: those that fit this engine's pool."""
     found: dict[str, Any] = {}
     async with Engine(config_of(arguments, mode)) as engine:
+        engine.freeze()  # as in `widebeam serve`
         bench = Bench(engine, arguments, mode, fit)
         found["users_that_fit"] = bench.fit
         for part in arguments.parts:
@@ -208,7 +210,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=500, help="visits of zipf before those that count")
     parser.add_argument("--users", type=int, help="of zipf; by default ten times as many as fit the pool")
     parser.add_argument("--exponent", type=float, default=1.0, help="of their popularity")
-    parser.add_argument("--hit-rate", type=float, default=0.8, help="of hits: visits by users who come back")
+    parser.add_argument("--hit-rate", type=float, default=0.82, help="of hits: visits by users who come back")
     parser.add_argument("--block", type=int, help="of anchored_history, in tokens; by default a quarter of --context")
     parser.add_argument("--save", type=Path, help="JSON file; its tables go beside it, as .md")
     own, serve = split_flags(argv)

@@ -62,7 +62,7 @@ def zipf_visits(users: int, exponent: float, warm_up: int, counted: int) -> Visi
 def visits_at_rate(users: int, share: float, counted: int) -> Visits:
     """A share of the visits is by one of so many users, each of whom has been there before; all others come once."""
     rng = np.random.default_rng(0)
-    returning = rng.random(counted) < share
+    returning = rng.permutation(counted) < share * counted
     drawn = np.where(returning, rng.integers(0, users, counted), users + np.arange(counted))
     return Visits(list(range(users)), drawn.tolist())
 

@@ -61,6 +61,7 @@ async def serve(arguments: Any, items: int, codes: int, levels: int, first_token
             started = time.perf_counter()
             num_items = (await engine.load_catalog(path)).num_items
             load_s = time.perf_counter() - started
+            engine.freeze()  # as in `widebeam serve`
             search = Searches(engine, arguments.context, width)
             return {
                 "items": num_items,

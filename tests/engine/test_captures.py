@@ -91,11 +91,12 @@ class Pretended:
 
 @pytest.fixture
 def pretended(checkpoint: Path, shared_runtime: tuple[Runtime, Recorder], monkeypatch: pytest.MonkeyPatch) -> Pretended:
-    """Prompts of more than 256 tokens are large."""
+    """Prompts of more than 256 tokens are large, and those of 480 have a graph from the start."""
     runtime, recorder = shared_runtime
     monkeypatch.setattr("widebeam.engine.captures.made_so_far", recorder.made_so_far)
     for module in ("shapes", "compile", "warmup"):
         monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
+    monkeypatch.setattr("widebeam.engine.shapes.LARGE_STEP", 480)
     recorder.captured.clear()
     return Pretended(runtime, recorder, load_model_config(checkpoint).vocab_size)
 
@@ -156,33 +157,36 @@ def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, preten
     assert (runtime.fallbacks, pretended.captured) == (0, captured)
 
 
-def test_large_prompts_are_captured_later(pretended: Pretended) -> None:
-    """Until then they run as they are; either way the search is the same."""
+def test_large_prompts_take_the_next_size_that_has_a_graph(pretended: Pretended) -> None:
+    """Padded further at first than later, and without a graph the search is the same."""
     runtime = pretended.runtime
     pretended.start()
-    graphed = runtime.core.programs.graphed
+    programs = runtime.core.programs
 
-    def sizes() -> set[int]:
-        return {tokens for requests, tokens, splits in graphed if (requests, splits) == (16, 0)}
+    def sizes() -> list[int | None]:
+        return [programs.rung(16, tokens, 0) for tokens in (1, 129, 257, 321, 480, 481)]
 
     def results() -> list[Any]:
-        jobs = [Job(make_search(np.arange(150) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
+        jobs = [Job(make_search(np.arange(100) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
         return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in runtime.run(jobs)]
 
-    captured, plain = pretended.captured, results()
-    assert (sizes(), pretended.captured) == ({128, 256}, captured)
+    assert sizes() == [128, 256, 480, 480, 480, None]
+    captured, padded = pretended.captured, results()
+    assert pretended.captured == captured
     while runtime.capture_more():
         pass
-    assert sizes() == {128, 256, 320, 480, 640}
-    captured, graphed = pretended.captured, results()
+    assert sizes() == [128, 256, 320, 480, 480, 640]
+    captured, closer = pretended.captured, results()
     assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
-    for one, other in zip(plain, graphed, strict=True):
-        assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
-        assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
+    programs.graphed.clear()
+    for one, *others in zip(results(), padded, closer, strict=True):
+        for other in others:
+            assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
+            assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
 
 
 def test_what_returns_needs_no_graph_that_warm_up_has_not_met(pretended: Pretended) -> None:
-    """Hits of one page and of more, alone and in company, as long as few tokens are new."""
+    """Hits of one page and of more, alone and in company of whoever is new."""
     runtime = pretended.runtime
     pretended.start()
     assert len(runtime.core.context.cache or ()) == 0
@@ -195,10 +199,12 @@ def test_what_returns_needs_no_graph_that_warm_up_has_not_met(pretended: Pretend
         return [search.num_cached for search in searches]
 
     users = [np.arange(length) * (b + 3) % 50 for b, length in enumerate((70, 200, 290))]
+    new = [np.arange(200) * step % 50 for step in (11, 13, 17)]
     assert run(*users) == [0, 0, 0]
     captured = pretended.captured
     assert run(*users) == [64, 192, 256]
     assert run(np.append(users[0], np.arange(90) % 50)) == [64] and run(users[2][:150], users[1][:10]) == [128, 0]
+    assert run(users[0], new[0]) == [64, 0] and run(users[1], new[1], new[2]) == [192, 0, 0]
     assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
 
 

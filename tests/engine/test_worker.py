@@ -369,7 +369,7 @@ def test_stopping_lets_launched_waves_end(bench: Bench) -> None:
     assert isinstance(bench.outcomes["b"], EngineDead)
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.005, TURN_S), (TURN_S / 4, TURN_S / 4)])
+@pytest.mark.parametrize(("before", "after"), [(0.005, TURN_S), (TURN_S / 2, TURN_S / 2)])
 def test_threads_take_short_turns(before: float, after: float) -> None:
     """Whoever has set shorter ones keeps them."""
     usual = sys.getswitchinterval()
@@ -381,4 +381,4 @@ def test_threads_take_short_turns(before: float, after: float) -> None:
         bench.worker.join()
     finally:
         sys.setswitchinterval(usual)
-    assert found == pytest.approx(after)
+    assert found == pytest.approx(after, abs=2e-6)  # it is kept in whole microseconds

@@ -6,7 +6,6 @@ the replica goes there, and the answer comes back part by part: every route and 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,8 +64,7 @@ class WideBeam:
             skip_auto_headers=(hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT),
             auto_decompress=False,
         )
-        gc.collect()
-        gc.freeze()  # as in `widebeam serve`
+        self._engine.freeze()
 
     async def __call__(self, request: Request) -> Response:
         """One request of any route. If the caller goes away, Ray cancels this, and with it the search."""

@@ -17,7 +17,7 @@ from widebeam.engine import warmup
 from widebeam.engine.compile import Made, captured_at_once, made_so_far
 from widebeam.engine.core import FATAL, Core
 from widebeam.engine.scheduler import WaveLimits
-from widebeam.engine.shapes import CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, request_rung, token_rungs
+from widebeam.engine.shapes import CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, met_at_start, request_rung, token_rungs
 from widebeam.engine.wave import Search
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Captures:
         """As of the end of the last warm-up; None in the middle of one, and where there is none."""
         self._met: set[Hashable] = set()
         self._larger: deque[tuple[int, list[Search]]] = deque()
+        """Numbers of prompt tokens that have no graph yet, each with a wave of so many."""
         self._told = False
         self.fallbacks = 0
         """Forms compiled, and sizes that could not be captured, after warm-up; all larger ones count once."""
@@ -50,7 +51,8 @@ class Captures:
         """Graphs captured after warm-up, for sizes that it did not meet."""
 
     def start(self, widest: int, vocab_size: int, longest: int) -> None:
-        """The first warm-up, over any token. Larger prompts follow while nobody waits, or now if all is to be met."""
+        """The first warm-up, over any token. Other sizes of larger prompts follow while nobody waits, or now if all is
+        to be met."""
         context, graphed = self._core.context, self._core.programs.graphed
         if self._mode == "none":
             splits = (0,) if context.cache is None else (0, *CONTEXT_SPLITS)
@@ -59,7 +61,8 @@ class Captures:
         self._meet_all(list(warmup.waves(self._limits, widest, vocab_size, longest)))
         if context.cache is not None:
             with self._uncounted():
-                for size, searches in warmup.reusing(vocab_size, longest, context.page_size):
+                every = self._mode == "full"
+                for size, searches in warmup.reusing(self._limits, vocab_size, longest, context.page_size, every):
                     if size is None:
                         self._run(searches)
                     else:
@@ -67,8 +70,8 @@ class Captures:
                         self._meet(searches)
             context.flush()
         self._larger.extend(warmup.large_prompts(self._limits, widest, vocab_size, longest))
-        while self._mode == "full" and self.capture_more():
-            pass
+        while self._larger and (self._mode == "full" or met_at_start(self._larger[0][0])):
+            self.capture_more()
 
     def add(self, waves: Iterable[list[Search]]) -> None:
         """Of waves over a catalog, run those of which a level needs what none of an earlier one has met."""
@@ -106,7 +109,7 @@ class Captures:
     def capture_more(self) -> bool:
         """Capture prompts of one more size, if there is one left, for up to half a second: for when nobody waits.
 
-        There are too many sizes over COMMON_TOKENS for a quick start. Until then they are launched kernel by kernel.
+        There are too many sizes over COMMON_TOKENS for a quick start. Until then the next larger ones serve.
         """
         if not self._larger:
             return False

@@ -35,7 +35,12 @@ class Programs:
     """`advance.advance`"""
     graphed: set[tuple[int, int, int]] = field(default_factory=set)
     """What `body` and `last` are for: rungs of requests and of prompt tokens, and in how many parts attention cuts
-    prefixes that are used again, 0 if none is. Other prompts run as they are, by `step`."""
+    prefixes that are used again, 0 if none is. Prompts beyond all of them run as they are, by `step`."""
+
+    def rung(self, requests: int, tokens: int, splits: int) -> int | None:
+        """The least rung of `graphed` that holds so many prompt tokens."""
+        like = (requests, splits)
+        return min((rows for b, rows, s in self.graphed if (b, s) == like and rows >= tokens), default=None)
 
 
 @dataclass

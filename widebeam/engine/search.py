@@ -112,8 +112,9 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int]
 def launch_prompts(core: Core, wave: Wave) -> None:
     """Prefill, in groups of prompts whose products are large enough: beyond that cuBLAS has worse kernels on an H200.
 
-    A group runs as two graphs if its size has been captured, else kernel by kernel, which the host launches as fast as
-    the device runs only if they are large. The last layer is planned while the others run.
+    A group runs as two graphs, those of the next larger size that has some. Beyond the largest it runs kernel by
+    kernel, which the host launches as fast as the device runs only if they are large and other threads leave it Python.
+    The last layer is planned while the others run.
     """
     programs, device = core.programs, core.state.level.device
     for first, searches in prompt_groups(wave.searches):
@@ -131,13 +132,13 @@ def launch_prompts(core: Core, wave: Wave) -> None:
 
 
 def group_size(core: Core, wave: Wave, searches: list[Search]) -> tuple[int, int, bool]:
-    """Rows of a group of prompts, padded to a rung where a graph or a plan is kept for it; in how many parts attention
-    cuts what of them is in ContextKV already, 0 if nothing is; and whether graphs replay it."""
+    """Rows of a group of prompts, padded to those of its graph, or to a rung where a plan is kept for it; in how many
+    parts attention cuts what of them is in ContextKV already, 0 if nothing is; and whether graphs replay it."""
     total, cached = sum(search.num_new for search in searches), [search.num_cached for search in searches]
-    rows = token_rung(total)
-    splits = context_splits(rows, min(cached)) if any(cached) else 0
-    graphed = (wave.requests, rows, splits) in core.programs.graphed
-    return rows if graphed or splits else total, splits, graphed
+    padded = token_rung(total)
+    splits = context_splits(padded, min(cached)) if any(cached) else 0
+    rung = core.programs.rung(wave.requests, total, splits)
+    return rung or (padded if splits else total), splits, rung is not None
 
 
 def plan_prefixes(core: Core, requests: int, rows: int, splits: int, searches: list[Search]) -> Reuse:

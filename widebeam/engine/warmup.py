@@ -23,6 +23,7 @@ from widebeam.engine.shapes import (
     SPLIT_CONTEXT,
     SPLIT_ROWS,
     context_splits,
+    met_at_start,
     request_rung,
     rung,
     token_rung,
@@ -30,12 +31,10 @@ from widebeam.engine.shapes import (
 )
 from widebeam.engine.wave import Search, Wave, narrowed
 from widebeam.engine.widths import bound_widths, join_factor
-from widebeam.kv.prefix import Prefix
+from widebeam.kv.prefix import Prefix, prefix_keys
 
 LEVELS = 3
 """A first level, one between and a last one."""
-REUSED_TOKENS = 2048
-"""New tokens of prompts of which the rest is there already: beyond, they run kernel by kernel."""
 
 
 def row_rungs(limit: int) -> list[int]:
@@ -83,10 +82,11 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Ite
 
 
 def large_prompts(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Iterator[tuple[int, list[Search]]]:
-    """The other rungs of prompt tokens that a group can have, the smallest first, each with a wave that meets it."""
+    """The other rungs of prompt tokens that a group can have, each with a wave that meets it: those that are met at
+    start, then all others, the smallest first."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
     most = min(GROUP_TOKENS, max(limits.tokens, longest))
-    for tokens in token_rungs(most):
+    for tokens in sorted(token_rungs(most), key=lambda tokens: not met_at_start(tokens)):
         if tokens > COMMON_TOKENS:
             searches = wave(1, widest, tokens, vocab_size, longest=longest)
             if may_run(searches, limits):
@@ -94,21 +94,32 @@ def large_prompts(limits: WaveLimits, widest: int, vocab_size: int, longest: int
 
 
 def reusing(
-    vocab_size: int, longest: int, page_size: int
+    limits: WaveLimits, vocab_size: int, longest: int, page_size: int, every: bool
 ) -> Iterator[tuple[tuple[int, int, int] | None, list[Search]]]:
-    """Waves of one prompt whose beginning, short or long, one before left in ContextKV: few new tokens, or a few more.
+    """Waves that begin with a prompt whose own beginning, short or long, one before left in ContextKV: `every` rung of
+    new tokens, or those that are met at start.
 
     With each its size as Programs has it; None with a prompt that only leaves its pages.
     """
-    for known, most in ((page_size, REUSED_TOKENS), (-(-SPLIT_CONTEXT // page_size) * page_size, SPLIT_ROWS)):
-        for tokens in (1, *token_rungs(most)):
-            if known + tokens > longest - LEVELS:
-                return
-            (search,) = wave(1, 1, known + tokens, vocab_size)
-            prefix = Prefix.of(search.token_ids, page_size, b"warm-up")
-            search.prefix = replace(prefix, keys=prefix.keys[: known // page_size])
-            size = (request_rung(1), tokens, context_splits(tokens, known))
-            yield None if tokens == 1 else size, [search]
+    longest -= LEVELS
+    long = -(-SPLIT_CONTEXT // page_size) * page_size
+    for known, most in ((page_size, min(GROUP_TOKENS, limits.tokens)), (long, min(SPLIT_ROWS, limits.tokens))):
+        if known >= longest:
+            return
+        (whole,) = wave(1, 1, longest, vocab_size)
+        keys = prefix_keys(whole.token_ids[: known + 1], page_size, b"warm-up")
+
+        def beginning(tokens: int, whole: Search = whole, keys: tuple[bytes, ...] = keys) -> Search:
+            token_ids = whole.token_ids[:tokens]
+            return replace(whole, token_ids=token_ids, prefix=Prefix(token_ids, b"warm-up", keys))
+
+        yield None, [beginning(known + 1)]
+        for tokens in token_rungs(most):
+            own = min(tokens, longest - known)
+            others = wave(1, 1, tokens - own, vocab_size, longest=longest) if tokens > own else []
+            searches = [replace(beginning(known + own), num_cached=known), *others]
+            if (every or met_at_start(tokens)) and may_run(searches, limits):
+                yield (request_rung(len(searches)), tokens, context_splits(tokens, known)), searches
 
 
 def may_run(searches: list[Search], limits: WaveLimits) -> bool:

@@ -33,9 +33,10 @@ from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, 
 log = logging.getLogger(__name__)
 DEPTH = 2
 """Waves that are on the device at once: one runs, and one behind it keeps the device busy while results are read."""
-TURN_S = 0.0005
+TURN_S = 0.0001
 """How long one thread may keep Python to itself while another wants it. A search passes through three threads, and an
-update of a catalog lets others in thousands of times: at Python's own 5 ms each of them may cost that."""
+update of a catalog lets others in thousands of times, and what launches kernels asks for Python after each of them: at
+Python's own 5 ms each of these times may cost that."""
 IDLE_S = 0.5
 """Without a request for so long, none is likely in the next half second."""
 COPYING_S = 0.005
@@ -70,7 +71,8 @@ class Worker:
 
     def start(self) -> None:
         """From then on threads take shorter turns of Python, in the whole process."""
-        sys.setswitchinterval(min(sys.getswitchinterval(), TURN_S))
+        if sys.getswitchinterval() > TURN_S:
+            sys.setswitchinterval(TURN_S)
         self._thread.start()
 
     def submit(self, job: Job) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -131,8 +130,7 @@ async def serve(config: Config) -> int:
     try:
         await engine.start()
         log.info("settings of the server that are not defaults: %s", changed(config.server))
-        gc.collect()
-        gc.freeze()  # what lives for ever is not looked at again: a full collection would stop every thread for 0.2 s
+        engine.freeze()
         with _Signals() as signals:
             print(f"ready on {server.url}", flush=True)
             number = await _or_signal(engine.died.wait(), signals)
