@@ -19,13 +19,15 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _single(modes: Modes) -> str:
     """`cached`: the fewest tokens that a repeat found."""
-    names = ("total_ms", "p90_ms", "prefill_ms", "levels_ms", "call_ms", "call_p90_ms")
+    names = ("total_ms", "p90_ms", "restore_ms", "prefill_ms", "levels_ms", "call_ms", "call_p90_ms")
     rows = [
         [mode, place, min(times["cached_tokens"]), *(times[name] for name in names)]
         for mode, found in modes.items()
         for place, times in found["single"].items()
     ]
-    return table(["single", "history is", "cached", "total", "p90", "prefill", "levels", "call", "p90"], rows)
+    return table(
+        ["single", "history is", "cached", "total", "p90", "restore", "prefill", "levels", "call", "p90"], rows
+    )
 
 
 def _replay(modes: Modes) -> str:

@@ -10,19 +10,20 @@ import logging
 import math
 import zlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.kv.test_prefix import PROMPT, S, pages_of, tokens
 from tests.model.test_attention import CONFIG
 from widebeam.kv.context import ContextKV, ContextLease
-from widebeam.kv.copies import PageCopies
+from widebeam.kv.copies import PageCopies, runs
 from widebeam.kv.host import HostTier
 from widebeam.kv.prefix import Prefix
 from widebeam.kv.prefix_cache import PrefixCache
@@ -426,3 +427,23 @@ def test_pages_larger_than_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> No
     device.visit(*ids, 0)
     device.push_out()
     assert device.come(*ids, 0) == 9 * S and len(device.copies._leaving) == 2
+
+
+@given(st.lists(st.integers(1, 30), unique=True))
+def test_neighbours_are_copied_together(places: list[int]) -> None:
+    """Runs cover a list from end to end, each as long as it can be."""
+    found = [places[first : first + count] for first, count in runs(places)]
+    assert [place for run in found for place in run] == places
+    assert all(run == list(range(run[0], run[0] + len(run))) for run in found)
+    assert all(one[-1] + 1 != two[0] for one, two in pairwise(found))
+
+
+def test_pages_that_came_together_lie_together() -> None:
+    """In the host's memory, so that few copies bring them back, also where others lay before."""
+    device = Device(num_pages=16, host_pages=12)
+    for user in range(9):
+        ids = tuple(range(user * 100, user * 100 + 3 * S + 1))
+        device.visit(*ids)
+        device.tier.settle()
+    saved = device.tier._index.match(Prefix.of(tokens(*ids), S))
+    assert len(saved) == len(pages_of(b"", ids)) - 1 == 3 and list(runs([page.page for page in saved])) == [(0, 3)]

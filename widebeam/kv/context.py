@@ -117,8 +117,8 @@ class PagePool:
         """A hold on the pages of all keys of a prefix, or None, with nothing changed, while there is no room.
 
         Pages that are not cached yet are so from now on, behind the first `num_cached` tokens: who asks for them fills
-        them before anybody reads. They are those that were free or unused for longest. Where keys collide the lease is
-        shorter.
+        them before anybody reads. They are those that were free or unused for longest, in ascending order, so that many
+        are neighbours. Where keys collide the lease is shorter.
         """
         assert self.cache is not None
         shared = self.cache.match(prefix)
@@ -128,7 +128,7 @@ class PagePool:
         self.cache.hold(shared)
         if missing > len(self._free):
             self._free.extend(self.cache.evict(missing - len(self._free)))
-        fresh, self._free = self._free[:missing], self._free[missing:]
+        fresh, self._free = sorted(self._free[:missing]), self._free[missing:]
         pages = [page.page for page in shared] + fresh
         self._free.extend(self.cache.enter(prefix, shared, pages, keep_until))
         self._free.extend(pages[len(shared) :])

@@ -107,6 +107,15 @@ def _unpin(address: int, streams: Iterable[torch.cuda.Stream | None]) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
+def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where neighbours that follow each other begin in a list, and how many they are: one copy each."""
+    first = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] + 1:
+            yield first, end - first
+            first = end
+
+
 class PageCopies:
     """H pages in the host's memory, pinned if there is a GPU, numbered 1 .. H, and what copies them."""
 
@@ -161,13 +170,11 @@ class PageCopies:
         if self._saving is not None:
             self._saving.wait_stream(torch.cuda.current_stream(self.device))
         with self._launching(self._saving, len(pages)) as transfer:
-            for first in range(0, len(pages), len(self._leaving)):
-                index = self._index(pages[first : first + len(self._leaving)])
-                staged = self._leaving[: len(index)]
+            for index, staged, copies in self._parts(self._leaving, pages, places):
                 for half, pool in enumerate(pools):
                     torch.index_select(self._by_page(pool), 0, index, out=staged[:, half])
-                for page, place in zip(staged, places[first:], strict=False):
-                    self._host[place - 1].copy_(page, non_blocking=True)
+                for host, device in copies:
+                    host.copy_(device, non_blocking=True)
         return transfer
 
     @torch.inference_mode()
@@ -177,11 +184,9 @@ class PageCopies:
         """Copy places in the host's memory to pages of the pools, which are written once the device has
         passed `after`."""
         with self._launching(self._restoring, len(pages)) as transfer:
-            for first in range(0, len(pages), len(self._arriving)):
-                index = self._index(pages[first : first + len(self._arriving)])
-                staged = self._arriving[: len(index)]
-                for page, place in zip(staged, places[first:], strict=False):
-                    page.copy_(self._host[place - 1], non_blocking=True)
+            for index, staged, copies in self._parts(self._arriving, pages, places):
+                for host, device in copies:
+                    device.copy_(host, non_blocking=True)
                 if self._restoring is not None and after is not None:
                     self._restoring.wait_event(after)
                 for half, pool in enumerate(pools):
@@ -195,9 +200,20 @@ class PageCopies:
             yield transfer
             transfer.end()
 
-    def _index(self, pages: list[int]) -> Tensor:
-        host = torch.tensor(pages, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
+    def _parts(
+        self, buffer: Tensor, pages: list[int], places: list[int]
+    ) -> Iterator[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]]:
+        """As many pages as the buffer holds at a time: their index [B] in the pools, their part of the buffer, and
+        which pieces of the host's memory and of that part belong together."""
+        numbers = torch.tensor(pages, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        index = numbers.to(self.device, non_blocking=True)
+        for first in range(0, len(pages), len(buffer)):
+            part = places[first : first + len(buffer)]
+            staged = buffer[: len(part)]
+            copies = [
+                (self._host[part[at] - 1 : part[at] - 1 + count], staged[at : at + count]) for at, count in runs(part)
+            ]
+            yield index[first : first + len(part)], staged, copies
 
     def _by_page(self, pool: Tensor) -> Tensor:
         """Keys or values of all layers, [N, P S, K, D], as [P, N, W] words."""
