@@ -153,12 +153,15 @@ _REPLY = msgspec.json.Decoder(_Reply | list[_Reply])
 
 
 class Load:
-    """A client of one server, and the loops that it drives. Use it in `async with`."""
+    """A client of one server or of several equal ones, and the loops that it drives. Use it in `async with`.
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        self._url = URL(url)
+    Each request in flight of a closed loop stays with one server, and those of an open loop go to all in turn.
+    """
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        self._servers = [URL(url) for url in urls]
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._urls: dict[str, URL] = {}
+        self._urls: dict[tuple[int, str], URL] = {}
 
     async def __aenter__(self) -> Load:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -173,27 +176,28 @@ class Load:
         await self._session.close()
 
     async def get(self, path: str) -> bytes:
-        """The body of an answer; empty if there is none with status 200."""
+        """The body of the first server's answer; empty if there is none with status 200."""
         try:
             status, content, _ = await self.fetch(Request(path))
         except (aiohttp.ClientError, OSError):
             return b""
         return content if status == 200 else b""
 
-    async def fetch(self, request: Request) -> tuple[int, bytes, str]:
-        """Status, content and Retry-After of one request."""
+    async def fetch(self, request: Request, turn: int = 0) -> tuple[int, bytes, str]:
+        """Status, content and Retry-After of one request to the server whose turn it is."""
         path, body = request
-        url = self._urls.get(path) or self._urls.setdefault(path, self._url.joinpath(path.lstrip("/")))
+        key = turn % len(self._servers), path
+        url = self._urls.get(key) or self._urls.setdefault(key, self._servers[key[0]].joinpath(path.lstrip("/")))
         method, headers = ("GET", None) if body is None else ("POST", JSON)
         async with self._session.request(method, url, data=body, headers=headers) as response:
             return response.status, await response.read(), response.headers.get("Retry-After", "")
 
-    async def send(self, request: Request, start: float, due: float | None = None) -> tuple[Sample, float]:
+    async def send(self, request: Request, turn: int, start: float, due: float | None = None) -> tuple[Sample, float]:
         """One request that was due so many seconds after `start`, or now; and how long to stay away if refused."""
         sent = time.perf_counter() - start
         due = sent if due is None else due
         try:
-            status, content, retry_after = await self.fetch(request)
+            status, content, retry_after = await self.fetch(request, turn)
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             return Sample(due, sent, time.perf_counter() - start, type(error).__name__), 0.0
         ended = time.perf_counter() - start
@@ -217,25 +221,25 @@ class Load:
         pending: Iterator[Request] = itertools.cycle(requests)
         start = time.perf_counter()
 
-        async def worker() -> None:
+        async def worker(turn: int) -> None:
             while time.perf_counter() - start < seconds:
-                sample, pause_s = await self.send(next(pending), start)
+                sample, pause_s = await self.send(next(pending), turn, start)
                 samples.append(sample)
                 if pause_s:
                     await asyncio.sleep(pause_s)
 
-        await asyncio.gather(*(worker() for _ in range(concurrency)))
+        await asyncio.gather(*map(worker, range(concurrency)))
         return samples
 
     async def open_loop(self, requests: Sequence[Request], moments: Sequence[float]) -> list[Sample]:
         """A request at each moment, whatever has become of those before it; never early."""
         start = time.perf_counter()
         tasks = []
-        for due, request in zip(moments, itertools.cycle(requests), strict=False):
+        for turn, (due, request) in enumerate(zip(moments, itertools.cycle(requests), strict=False)):
             await asyncio.sleep(0)
             while (wait_s := start + due - time.perf_counter()) > 0:  # noqa: ASYNC110 (nothing sets an event here)
                 await asyncio.sleep(math.ceil(wait_s * 1e3) / 1e3)  # the loop's timers count in ms: less would spin
-            tasks.append(asyncio.create_task(self.send(request, start, due)))
+            tasks.append(asyncio.create_task(self.send(request, turn, start, due)))
         return [sample for sample, _ in await asyncio.gather(*tasks)]
 
 

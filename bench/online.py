@@ -4,7 +4,8 @@
     python bench/online.py --checkpoint DIR --mixed --of-peak 0.8 [--catalog FILE] --save FILE.json [-- serve flags]
 
 With --checkpoint it starts `widebeam serve` itself, hands it what follows `--`, and stops it at the end. Unless told
-otherwise, that server logs warnings only.
+otherwise, that server logs warnings only. --replicas N: so many, each on a GPU of its own; so many --url may be given
+as well. Requests are divided evenly among them; what /metrics says is the first one's.
 
     --concurrency N ..   closed loops: N requests in flight at all times (1 to 64 if no load is asked for)
     --rate R ..          open loops: R requests/s arrive at random (Poisson); --burst ON OFF: only in every ON seconds
@@ -38,8 +39,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
@@ -72,8 +73,8 @@ HEALTH = Request("/health")
 
 
 @asynccontextmanager
-async def server(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Level]]:
-    """The URL to measure, and facts about the server if it is ours, which then ends with the block."""
+async def servers(arguments: argparse.Namespace) -> AsyncIterator[tuple[list[str], Level]]:
+    """The URLs to measure, and facts about the servers if they are ours, which then end with the block."""
     if arguments.url:
         yield arguments.url, {}
         return
@@ -81,10 +82,32 @@ async def server(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Leve
     if not any(flag.startswith("--log-level") for flag in arguments.serve):
         flags += ["--log-level", "warning"]  # else there is a line here for each request
     facts: Level = {"machine": machine()}
-    async with running_server(arguments.checkpoint, flags + arguments.serve) as ours:
-        facts["ready_s"] = round(ours.ready_s, 1)
-        yield ours.url, facts
-    facts["exit_status"] = ours.exit_status
+    async with AsyncExitStack() as stack:
+        async with asyncio.TaskGroup() as group:
+            starting = [
+                group.create_task(
+                    stack.enter_async_context(
+                        running_server(arguments.checkpoint, flags + arguments.serve, environment)
+                    )
+                )
+                for environment in one_gpu_each(arguments.replicas)
+            ]
+        ours = [task.result() for task in starting]
+        facts["ready_s"] = round(max(one.ready_s for one in ours), 1)
+        yield [one.url for one in ours], facts
+    facts["exit_status"] = next((one.exit_status for one in ours if one.exit_status), 0)
+
+
+def one_gpu_each(replicas: int) -> Iterator[dict[str, str] | None]:
+    """The environment of each of several servers; a single one has this process's."""
+    if replicas == 1:
+        yield None
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(n) for n in range(replicas)]
+    if len(names) < replicas:
+        raise SystemExit(f"--replicas {replicas}: CUDA_VISIBLE_DEVICES names {len(names)}")
+    yield from ({**os.environ, "CUDA_VISIBLE_DEVICES": name} for name in names[:replicas])
 
 
 class Bench:
@@ -247,13 +270,13 @@ def means(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, 
 
 
 async def measure(arguments: argparse.Namespace) -> Level:
-    """Everything that the options ask for, against one server."""
+    """Everything that the options ask for."""
     shares = arguments.of_peak + ([2.0] if arguments.overload else [])
     others = arguments.rate or arguments.trace or arguments.http_overhead
     closed = arguments.concurrency or (CONCURRENCY[-1:] if shares else [] if others else CONCURRENCY)
     most = max(closed or CONCURRENCY)
     found: Level = {}
-    async with server(arguments) as (url, facts), Load(url, arguments.timeout_s) as load:
+    async with servers(arguments) as (urls, facts), Load(urls, arguments.timeout_s) as load:
         bench = Bench(arguments, load)
         await bench.check()
         by_concurrency = {concurrency: await bench.closed(concurrency) for concurrency in closed}
@@ -272,10 +295,11 @@ async def measure(arguments: argparse.Namespace) -> Level:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--url", help="of a server that runs")
+    source.add_argument("--url", nargs="+", help="of a server that runs, or of several equal ones")
     source.add_argument("--checkpoint", help="start a server of it")
     source.add_argument("--replot", type=Path, metavar="FILE.json", help="measure nothing: --plot a saved report")
     parser.add_argument("--catalog", type=Path, help="of the server that is started")
+    parser.add_argument("--replicas", type=int, default=1, help="servers to start")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[], metavar="N")
     parser.add_argument("--rate", type=float, nargs="+", default=[], metavar="R", help="requests/s")
     parser.add_argument("--burst", type=float, nargs=2, metavar=("ON", "OFF"), help="seconds")
@@ -309,8 +333,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = options()
     own, serve = split_flags(argv)
     arguments = parser.parse_args(own, argparse.Namespace(serve=serve))
-    if (arguments.serve or arguments.catalog) and not arguments.checkpoint:
-        parser.error("--catalog and flags behind -- are for a server that is started: give --checkpoint")
+    if (arguments.serve or arguments.catalog or arguments.replicas != 1) and not arguments.checkpoint:
+        parser.error("--catalog, --replicas and flags behind -- are for servers that are started: give --checkpoint")
     if arguments.replot and not arguments.plot:
         parser.error("--replot needs --plot FILE.png")
     if arguments.burst and not arguments.rate:

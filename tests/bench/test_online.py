@@ -125,7 +125,7 @@ async def test_outcomes_are_counted_by_what_they_were() -> None:
             case _:
                 return await asyncio.sleep(30, good())
 
-    async with fake(answer) as url, Load(url, timeout_s=0.3) as load:
+    async with fake(answer) as url, Load([url], timeout_s=0.3) as load:
         samples = await load.open_loop([SEARCH], [0.01 * k for k in range(12)])
     found = loadgen.summary(samples, 0.0, 1.0, None)
     assert consistent(found)
@@ -135,7 +135,7 @@ async def test_outcomes_are_counted_by_what_they_were() -> None:
 
 
 async def test_a_server_that_is_gone_is_a_failure_of_each_request() -> None:
-    async with Load("http://127.0.0.1:9", timeout_s=1) as load:
+    async with Load(["http://127.0.0.1:9"], timeout_s=1) as load:
         samples = await load.open_loop([SEARCH], [0.0, 0.01])
         assert [sample.outcome for sample in samples] == ["ClientConnectorError"] * 2
         assert await load.get("/metrics") == b""
@@ -159,11 +159,48 @@ async def test_a_closed_loop_holds_its_concurrency_and_no_more() -> None:
         now -= 1
         return good()
 
-    async with fake(answer) as url, Load(url, timeout_s=5) as load:
+    async with fake(answer) as url, Load([url], timeout_s=5) as load:
         samples = await load.closed_loop([SEARCH], 5, 0.3)
     assert most == 5
     assert len(samples) >= 5 and {sample.outcome for sample in samples} == {"ok"}
     assert all(sample.due == sample.sent < 0.3 for sample in samples)
+
+
+async def test_several_servers_share_the_load_evenly() -> None:
+    """In a closed loop each has as many in flight; in an open one they take turns."""
+    asked, now, most = [0, 0], [0, 0], [0, 0]
+
+    def one(server: int) -> Callable[[int, bytes], Awaitable[web.StreamResponse]]:
+        async def answer(k: int, body: bytes) -> web.StreamResponse:
+            asked[server] += 1
+            now[server] += 1
+            most[server] = max(most[server], now[server])
+            await asyncio.sleep(0.01 if server else 0.03)
+            now[server] -= 1
+            return good()
+
+        return answer
+
+    async with fake(one(0)) as first, fake(one(1)) as second, Load([first, second], timeout_s=5) as load:
+        await load.closed_loop([SEARCH], 6, 0.3)
+        assert most == [3, 3] and asked[1] > asked[0] >= 3
+        asked[:] = [0, 0]
+        samples = await load.open_loop([SEARCH], [0.002 * k for k in range(21)])
+    assert asked == [11, 10] and len(samples) == 21
+
+
+def test_each_replica_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert list(online.one_gpu_each(1)) == [None]
+
+    def visible(replicas: int) -> list[str]:
+        return [(environment or {})["CUDA_VISIBLE_DEVICES"] for environment in online.one_gpu_each(replicas)]
+
+    assert visible(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
+    assert visible(2) == ["3", "5"]
+    with pytest.raises(SystemExit, match="names 3"):
+        visible(4)
 
 
 async def test_overload_is_measured_against_the_peak() -> None:
@@ -268,7 +305,7 @@ async def test_no_request_is_sent_before_it_is_due() -> None:
         return good()
 
     due = loadgen.poisson(200.0, 0.5, seed=0)
-    async with fake(answer) as url, Load(url, timeout_s=5) as load:
+    async with fake(answer) as url, Load([url], timeout_s=5) as load:
         samples = await load.open_loop([SEARCH], due)
     assert [sample.due for sample in samples] == due
     assert all(sample.due <= sample.sent <= sample.ended for sample in samples)
@@ -287,7 +324,7 @@ async def test_latency_counts_from_the_scheduled_arrival() -> None:
         time.sleep(0.3)
         stall.append(time.perf_counter())
 
-    async with fake(answer) as url, Load(url, timeout_s=5) as load:
+    async with fake(answer) as url, Load([url], timeout_s=5) as load:
         asyncio.get_running_loop().call_later(0.1, stand_still)
         started = time.perf_counter()
         samples = await load.open_loop([SEARCH], [0.02 * k for k in range(30)])
@@ -310,7 +347,7 @@ async def test_what_waits_for_a_slow_server_is_not_left_out() -> None:
         return good()
 
     due = [0.01 * k for k in range(30)]
-    async with fake(answer) as url, Load(url, timeout_s=5) as load:
+    async with fake(answer) as url, Load([url], timeout_s=5) as load:
         samples = await load.open_loop([SEARCH], due)
     ends, arrivals = np.mean([20 * (k + 1) for k in range(30)]), np.mean([10 * k for k in range(30)])
     assert np.mean([sample.latency_ms for sample in samples]) >= ends - arrivals - 1  # ms, whatever their order
@@ -344,7 +381,12 @@ def test_a_quantile_is_a_value_that_was_measured() -> None:
 def test_flags_that_would_do_nothing_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for flags in (["--", "--max-wave-rows", "4"], ["--catalog", "x"], ["--burst", "1", "1"]):
+    for flags in (
+        ["--", "--max-wave-rows", "4"],
+        ["--catalog", "x"],
+        ["--replicas", "2"],
+        ["--burst", "1", "1"],
+    ):
         with pytest.raises(SystemExit):
             online.parse(["--url", "http://x", *flags])
     assert online.parse(["--checkpoint", "x", "--", "--port", "1"]).serve == ["--port", "1"]
@@ -354,10 +396,10 @@ def test_flags_that_would_do_nothing_are_refused(
     assert "--plot needs matplotlib, which is not installed here" in capsys.readouterr().err
 
 
-def test_a_server_of_its_own_is_started_and_stopped(checkpoint: Path, tmp_path: Path) -> None:
+def test_servers_of_its_own_are_started_and_stopped(checkpoint: Path, tmp_path: Path) -> None:
     saved = tmp_path / "report.json"
-    command = [sys.executable, str(BENCH / "online.py"), "--checkpoint", str(checkpoint), *SMALL, "--concurrency", "2"]
-    command += ["--save", str(saved), "--", "--device", "cpu"]
+    command = [sys.executable, str(BENCH / "online.py"), "--checkpoint", str(checkpoint), *SMALL, "--replicas", "2"]
+    command += ["--concurrency", "4", "--save", str(saved), "--", "--device", "cpu"]
     ran = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"},
