@@ -171,7 +171,8 @@ def _ranges(codes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def _count_before(marks: np.ndarray) -> np.ndarray:
     """int32 [items + 1]; marked rows before each row, and of all."""
-    counts = np.zeros(marks.size + 1, np.int32)
+    counts = np.empty(marks.size + 1, np.int32)
+    counts.fill(0)  # lets other threads run while the system finds the memory, which cumsum would not
     for start in range(0, marks.size, _PIECE):
         piece = counts[start + 1 : start + 1 + _PIECE]
         np.cumsum(marks[start : start + _PIECE], dtype=np.int32, out=piece)
