@@ -127,7 +127,7 @@ async def updates(engine: Engine, search: Searches, seconds: float) -> dict[str,
     async def change(served: list[Served]) -> list[dict[str, float]]:
         changes = []
         for number in range(UPDATES):
-            upsert, remove = changed_items(engine, number)
+            upsert, remove = await asyncio.to_thread(changed_items, engine, number)  # a client's work: not on this loop
             name, version, started = catalog_of(engine).name, catalog_of(engine).version, time.perf_counter()
             await engine.live.update(name, upsert, remove)
             returned = time.perf_counter()
