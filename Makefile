@@ -37,6 +37,13 @@ bench: $(INSTALLED)
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# make memcheck  on a GPU: our kernels under compute-sanitizer, of CUDA or of the package nvidia-cuda-sanitizer-api
+.PHONY: memcheck
+SANITIZER ?= compute-sanitizer
+memcheck:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -q -m gpu \
+	  tests/engine/test_segment_top.py tests/model/test_ops.py -k "(kernels or on_cuda) and not graph"
+
 # make nightly   on a GPU: every benchmark, into build/nightly/, and one summary, build/nightly.md
 # PYTHON         must have widebeam's dependencies with the extra cuda; nothing is installed
 # OLD            copy of an earlier night's folder: fails if a case became slower or less accurate
