@@ -579,7 +579,7 @@ def test_loads_do_not_change_the_default_and_it_can_be_removed(checkpoint: Path,
             assert [one.name for one in client.catalogs()] == ["items"]
             client.put_catalog("other", path="items.jsonl")
             assert client.remove_catalog("items").default
-        assert set(service.engine.live.files) == {"other"}, "what is removed is watched no more"
+        assert set(service.engine.live.loader.files) == {"other"}, "what is removed is watched no more"
         refused = service.post("/v1/recommend", plain)
         assert code(refused) == (400, "no_catalog") and "name one of other" in refused.json["error"]["message"]
         assert "items" not in service.post("/generate", prompt).json["meta_info"]
