@@ -1,4 +1,4 @@
-"""One catalog that is built from embeddings, for all tests of this folder."""
+"""Catalogs for all tests of this folder: one that is built from embeddings, and one to filter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from tests.constraints.builds import DIM, ITEMS, options
+from tests.constraints.catalog_files import write_header, write_jsonl
 from widebeam.constraints.build import build
+from widebeam.constraints.catalog import Catalog
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +41,22 @@ def built(npy: Path) -> Path:
     """A build with default settings but for the size."""
     build(options(npy, npy.parent / "built"))
     return npy.parent / "built"
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    """200 items under few SIDs, with columns of many kinds."""
+    rng = np.random.default_rng(5)
+    rows = [
+        {
+            "item_id": i,
+            "sid": rng.integers(0, 4, 2).tolist(),
+            "price": i % 7,
+            "title": f"Title {i}",
+            "mixed": [i, "a"][i % 2],
+        }
+        for i in range(200)
+    ]
+    rows[0]["deep"], rows[1]["huge"] = {"a": 1}, 2**70
+    write_header(tmp_path, {"filters": {"in_stock": [{"column": "price", "op": ">", "value": 3}]}})
+    return Catalog.load(write_jsonl(tmp_path / "items.jsonl", rows))

@@ -42,3 +42,8 @@ def passes(
         and str(item_id) not in map(str, filters.deny or ())
         and all(holds(metadata.get(one.column), one.op, one.value) for one in predicates)
     )
+
+
+def predicate(column: str, op: str, value: Any) -> Predicate:
+    """A condition, of whatever op and value."""
+    return Predicate(column=column, op=op, value=value)  # type: ignore[arg-type]

@@ -153,7 +153,7 @@ async def in_use(subject: Subject) -> int:
 
 
 async def test_a_committed_file_is_watched(subject: Subject, write: Write) -> None:
-    files, path = subject.engine.live.files, write(20, 5)
+    files, path = subject.engine.live.loader.files, write(20, 5)
     await subject.stage(path)
     assert files[subject.name][0].given != str(path)
     await subject.commit(5)

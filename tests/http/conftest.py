@@ -1,4 +1,4 @@
-"""One engine with a catalog and one without, each behind a server, for all tests of this folder."""
+"""Engines behind servers, for all tests of this folder: with a catalog, without one, and with catalogs that change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from blockbuster import blockbuster_ctx
 
+from tests import tiny
 from tests.http.hostile import GOOD, unharmed
 from tests.http.service import Service, running_service
+from tests.http.subject import LIMITS, Subject
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +68,27 @@ def sock(impatient: Service) -> Iterator[socket.socket]:
     """A connection to `impatient`."""
     with socket.create_connection(impatient.address, timeout=15) as connection:
         yield connection
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that catalogs may be loaded from, with items.jsonl."""
+    folder = tmp_path_factory.mktemp("root")
+    tiny.save_catalog(folder / "items.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def live(checkpoint: Path, root: Path) -> Iterator[Service]:
+    """With small limits, and a catalog root."""
+    with running_service(checkpoint, root / "items.jsonl", catalog_root=str(root), **LIMITS) as service:
+        yield service
+        service.check()
+
+
+@pytest.fixture
+def subject(live: Service, root: Path) -> Subject:
+    return Subject(live, root)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -47,6 +47,11 @@ def ask(
         connection.close()
 
 
+def code(answer: Answer) -> tuple[int, str]:
+    """Status and code of a refusal."""
+    return answer.status, answer.json["error"]["code"]
+
+
 @dataclass
 class Service:
     """Engine and server live on the loop of `thread`."""

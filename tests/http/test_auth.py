@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp import hdrs
 
-from tests.http.service import Answer, Service, running_service
+from tests.http.service import Service, code, running_service
 from widebeam import Client, errors
 from widebeam.config import ServerConfig
 from widebeam.engine.engine import Engine
@@ -37,10 +37,6 @@ def key_file(folder: Path, *lines: str, mode: int = 0o600) -> str:
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-def code(answer: Answer) -> tuple[int, str]:
-    return answer.status, answer.json["error"]["code"]
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ import pytest
 
 from tests import tiny
 from tests.http.service import Service, running_service, wait_until
-
-ROW = {"item_id": "new", "sid": ["<a_4>", "<b_1>", "<c_2>"], "title": "New", "popularity": 3}
+from tests.http.subject import ROW
 
 
 @pytest.fixture

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import tiny
-from tests.http.service import Service, running_service, wait_until
-from tests.http.test_catalogs import ROW, Subject, code, parquet
+from tests.http.service import Service, code, running_service, wait_until
+from tests.http.subject import ROW, Subject, parquet
 from widebeam import Client, errors
 
 NEW = json.dumps(ROW).encode()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_catalog(tmp_path_factory.mktemp("root") / "items.jsonl").parent
-
-
-@pytest.fixture(scope="module")
-def live(checkpoint: Path, root: Path) -> Iterator[Service]:
-    with running_service(checkpoint, root / "items.jsonl", catalog_root=str(root)) as service:
-        yield service
-        service.check()
-
-
-@pytest.fixture
-def subject(live: Service, root: Path) -> Subject:
-    return Subject(live, root)
 
 
 def refused(subject: Subject, number: int, answer: Any, *said: str) -> None:

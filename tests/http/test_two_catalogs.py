@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.http.service import Service, running_service, wait_until
+from widebeam import Engine, errors
 from widebeam.engine.runtime import Runtime
 
 SIDS = [[token, 12 + token % 5] for token in range(20, 50)]
@@ -67,3 +69,11 @@ def test_who_names_none_is_asked_which(two: Service) -> None:
     assert "short" in answer.json["error"]["message"]
     text = two.get("/metrics").content.decode()
     assert 'widebeam_catalog_items{catalog="short"} 30' in text and 'widebeam_catalog_items{catalog="items"} 60' in text
+
+
+def test_the_default_is_a_setting(checkpoint: Path, catalog_file: Path) -> None:
+    both, body = (f"a={catalog_file}", f"b={catalog_file}"), {"input_ids": [7, 11], "n": 1}
+    with running_service(checkpoint, both, default_catalog="b") as service:
+        assert service.post("/v1/recommend", body).json["catalog"]["name"] == "b"
+    with pytest.raises(errors.ConfigError, match="none of the name 'c', but a, b"):
+        Engine(str(checkpoint), catalog=both, default_catalog="c").run(asyncio.sleep(0))

@@ -64,8 +64,8 @@ def test_kernels_of_layers(capability: int, dtype: torch.dtype, quantize: bool) 
 
 @pytest.mark.parametrize("by_position", [False, True])
 def test_kernels_of_selection(capability: int, by_position: bool) -> None:
-    from widebeam.engine import segment_top_triton
+    from widebeam.engine import column_best_triton, segment_top_triton
 
     start, limit = torch.tensor([0, 40, 100]), torch.tensor([5, 9])
     segment_top_triton.segment_top(torch.randn(100), start, limit, 14, by_position)
-    segment_top_triton.column_best(torch.randn(3, 1000), 128)
+    column_best_triton.column_best(torch.randn(3, 1000), 128)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from widebeam.constraints import formats
-from widebeam.constraints.codebooks import Codebook, Vocabulary, encode_sids, sid_form
+from widebeam.constraints.codebooks import Codebook, Vocabulary
 from widebeam.constraints.filter_spec import Predicate
 from widebeam.constraints.filters import MaskCache, check_named
 from widebeam.constraints.header import Header, HeaderMismatch, SidForm, base_name
@@ -22,6 +22,7 @@ from widebeam.constraints.item_ids import ItemIds
 from widebeam.constraints.markers import Markers, without_markers
 from widebeam.constraints.order import declared_order, rank_of
 from widebeam.constraints.rows import Metadata, Problems, Rows
+from widebeam.constraints.sid_codes import encode_sids, sid_form
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.request import NO_CATALOG
 from widebeam.errors import CatalogError, InvalidRequest

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from widebeam.constraints.catalog import Catalog
-from widebeam.constraints.codebooks import Vocabulary, encode_sids
+from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.filter_spec import MAX_ID_LENGTH
 from widebeam.constraints.filters import check_named
 from widebeam.constraints.header import HeaderMismatch
@@ -25,6 +25,7 @@ from widebeam.constraints.json_files import BadRow, Collector
 from widebeam.constraints.markers import without_markers
 from widebeam.constraints.order import declared_order, rank_of
 from widebeam.constraints.rows import RESERVED, Metadata, Problems, Rows
+from widebeam.constraints.sid_codes import encode_sids
 from widebeam.constraints.splice import Splice, equal_ranges
 from widebeam.errors import CatalogError, InvalidRequest
 

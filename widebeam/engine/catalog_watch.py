@@ -113,7 +113,7 @@ async def watch(catalogs: LiveCatalogs, interval_s: float) -> None:
     unseen: set[str] = set()
     while True:
         await asyncio.sleep(interval_s)
-        for name, (file, loaded) in list(catalogs.files.items()):
+        for name, (file, loaded) in list(catalogs.loader.files.items()):
             try:
                 now = await asyncio.to_thread(file.look)
                 unseen.discard(name)

@@ -15,20 +15,16 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
 from widebeam.constraints.difference import Difference
-from widebeam.constraints.formats import header_inside
 from widebeam.constraints.updates import Row, updated
 from widebeam.engine.catalog_changes import Change, ChangeStats
-from widebeam.engine.catalog_watch import CatalogFile, Fingerprint, watch
+from widebeam.engine.catalog_loader import CatalogLoader, declared
+from widebeam.engine.catalog_watch import watch
 from widebeam.errors import (
-    CatalogError,
     Conflict,
-    InvalidRequest,
     NotFound,
     Overloaded,
     RequestError,
@@ -48,11 +44,9 @@ class LiveCatalogs:
     ) -> None:
         """`deepest`: levels that a SID may have here. `put` puts a catalog on the device."""
         self.stats = ChangeStats()
-        self.files: dict[str, tuple[CatalogFile, Fingerprint]] = {}
-        """Of catalogs that were last loaded from a file that stays: which, and how it looked before it was read."""
+        self.loader = CatalogLoader(catalogs, vocabulary, deepest)
         self._catalogs = catalogs
         self._vocabulary = vocabulary
-        self._deepest = deepest
         self._put = put
         self._turns: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
@@ -78,57 +72,14 @@ class LiveCatalogs:
         catalog. Raises CatalogError, Conflict, Overloaded, NotFound, and InvalidRequest as `CatalogFile.find` does and
         for another version than the header's.
         """
-        change = self.loading(path, name, if_version, version, below, upload)
+        change = self.loader.change(path, name, if_version, version, below, upload)
         return await self.change(replace(change, needs_one=again))
 
     async def read(self, path: str | Path, name: str | None = None) -> Change:
         """A `load` whose file is read and checked now: the change offers what it holds then. Raises CatalogError."""
-        change, started = self.loading(path, name), time.perf_counter()
+        change, started = self.loader.change(path, name), time.perf_counter()
         catalog = await asyncio.to_thread(change.build, None)
         return replace(change, build=lambda _: catalog, built_s=time.perf_counter() - started)
-
-    def loading(
-        self,
-        path: str | Path,
-        name: str | None,
-        if_version: int | None = None,
-        version: int | None = None,
-        below: str | None = None,
-        upload: str | None = None,
-    ) -> Change:
-        """What `load` does, to be changed or done."""
-        file = CatalogFile(str(path), below)
-        name = file.name if name is None else name
-        shown = file.given if upload is None else Path(file.given).name
-        seen: Fingerprint = ()
-
-        def build(current: Catalog | None) -> Catalog:
-            nonlocal seen
-            if version is not None:
-                self._catalogs.check_number(name, version)
-            with file.here() as (path, seen):
-                if upload is not None and current is not None and header_inside(path, shown) is None:
-                    header = _declared(current, None).header
-                    path.with_name("catalog.json").write_bytes(msgspec.json.encode(header))
-                token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
-                catalog = Catalog.load(path, name=name, shown=shown, token_id=token_id, vocab_size=vocab_size)
-                self._check(catalog, shown)
-            for warning in catalog.warnings:
-                log.warning("catalog %r (%s): %s", name, file.given if upload is None else upload, warning)
-            where = str(path) if below is not None else file.given
-            known = catalog.header.version
-            if version is not None and known not in (None, version):
-                raise InvalidRequest(f"version is {version}, but the header of the file says {known}", param="version")
-            catalog = catalog if version is None else _declared(catalog, version)
-            return replace(catalog, source=where if upload is None else upload)
-
-        def offered() -> None:
-            if upload is None:
-                self.files[name] = file, seen
-            else:
-                self.files.pop(name, None)
-
-        return Change(name, build, if_version, offered=offered)
 
     async def update(
         self,
@@ -154,7 +105,7 @@ class LiveCatalogs:
         def build(current: Catalog | None) -> Catalog:
             assert current is not None
             self._catalogs.check_number(name, version)
-            return _declared(updated(current, counted(), remove, self._vocabulary), version)
+            return declared(updated(current, counted(), remove, self._vocabulary), version)
 
         def count(before: Catalog | None, after: Catalog | None) -> Difference:
             assert before is not None and after is not None
@@ -266,23 +217,8 @@ class LiveCatalogs:
     def _forget(self, name: str) -> None:
         """Of what is counted by catalog too, so that no label stays of a name that is gone."""
         self._catalogs.remove(name)
-        self.files.pop(name, None)
+        self.loader.files.pop(name, None)
         for seconds in (self.stats.build_s, self.stats.swap_s):
             seconds.pop(name, None)
         for counted in [one for one in self.stats.outcomes if one[0] == name]:
             del self.stats.outcomes[counted]
-
-    def _check(self, catalog: Catalog, shown: str) -> None:
-        """Raise CatalogError for what no search could run on."""
-        if not catalog.resolved:
-            raise CatalogError(f"{shown} spells SIDs as token strings, but the model has no tokenizer to resolve them")
-        if catalog.depth > self._deepest:
-            raise CatalogError(
-                f"{shown}: there is no room for SIDs of {catalog.depth} tokens: --max-levels and "
-                f"--max-context-len allow {self._deepest}"
-            )
-
-
-def _declared(catalog: Catalog, version: int | None) -> Catalog:
-    """The catalog as if its header had declared this version, or none."""
-    return replace(catalog, header=msgspec.structs.replace(catalog.header, version=version))

@@ -85,6 +85,6 @@ def _(logits: Tensor, height: int) -> tuple[Tensor, Tensor]:
 
 @column_best.register_kernel("cuda")
 def _(logits: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    from widebeam.engine import segment_top_triton
+    from widebeam.engine import column_best_triton
 
-    return segment_top_triton.column_best(logits, height)
+    return column_best_triton.column_best(logits, height)

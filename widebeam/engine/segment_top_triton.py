@@ -1,6 +1,6 @@
-"""The ops of `segment_top` as Triton kernels and their launchers. Nothing waits for the device; graphs may record it.
+"""`segment_top` as Triton kernels and their launcher. Nothing waits for the device; graphs may record it.
 
-`segment_top` is a radix select over 32-bit keys that rise with the score. Four passes of eight bits each count, for
+It is a radix select over 32-bit keys that rise with the score. Four passes of eight bits each count, for
 every segment, the next digit of the candidates that share the digits found so far, and narrow down to the key of the
 last candidate taken and to how many of that very key are taken. The last pass also leaves counts for each tile, from
 which a fifth pass knows its places, so that it writes the taken in order of position. A sixth ranks them by comparing
@@ -34,8 +34,6 @@ SIGN = tl.constexpr(0x80000000)
 RANKED = tl.constexpr(32)
 """Survivors that a program ranks, against so many at a time:"""
 AGAINST = tl.constexpr(128)
-READ = tl.constexpr(8192)
-"""Logits that a program reads."""
 
 MOST_TILES = 1024
 """Tiles are made longer rather than more of them, except that each segment has its own: a program adds up the counts
@@ -259,54 +257,3 @@ def segment_top(score: Tensor, start: Tensor, limit: Tensor, size: int, by_posit
             ranks = triton.cdiv(size, RANKED.value) + B
             _rank[ranks,](survivor, limit, order, real, B, size, WIDTH=width, num_warps=4)
     return order, real
-
-
-@triton.jit
-def _logsumexp(value: tl.tensor, peak: tl.tensor) -> tl.tensor:
-    """Of all values; `peak` is their maximum. Infinite ones and NaN come out as in torch."""
-    peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    return tl.log(tl.sum(tl.exp(value - peak))) + peak
-
-
-@triton.jit
-def _columns(
-    logits: tl.tensor,
-    best: tl.tensor,
-    partial: tl.tensor,
-    V: tl.tensor,
-    N: tl.tensor,
-    parts: tl.tensor,
-    E: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Maxima of some columns of a row, and the log-sum-exp of their tokens: `partial` [R, parts]."""
-    program = tl.program_id(0)
-    row = (program // parts).to(tl.int64)
-    column = program % parts * COLUMNS + tl.arange(0, COLUMNS)
-    token = column[:, None] * E + tl.arange(0, E)[None, :]
-    value = tl.load(logits + row * V + token, token < V, float("-inf"))
-    top = tl.max(value, 1)
-    tl.store(best + row * N + column, top, column < N)
-    tl.store(partial + program, _logsumexp(value, tl.max(top, 0)))
-
-
-@triton.jit
-def _merge(partial: tl.tensor, lse: tl.tensor, parts: tl.tensor, WIDTH: tl.constexpr) -> None:
-    row = tl.program_id(0)
-    index = tl.arange(0, WIDTH)
-    value = tl.load(partial + row * parts + index, index < parts, float("-inf"))
-    tl.store(lse + row, _logsumexp(value, tl.max(value, 0)))
-
-
-def column_best(logits: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """As the plain op."""
-    R, V = logits.shape
-    N = triton.cdiv(V, height)
-    columns = READ.value // height
-    parts = triton.cdiv(N, columns)
-    best, lse, partial = logits.new_empty(R, N), logits.new_empty(R), logits.new_empty(R, parts)
-    if R:
-        with torch.cuda.device_of(logits):
-            _columns[R * parts,](logits, best, partial, V, N, parts, E=height, COLUMNS=columns, num_warps=8)
-            _merge[R,](partial, lse, parts, WIDTH=triton.next_power_of_2(parts), num_warps=1)
-    return best, lse

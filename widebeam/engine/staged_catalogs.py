@@ -36,7 +36,7 @@ class StagedCatalogs:
 
         Raises as that does, and Conflict (`version_required`).
         """
-        change = self._live.loading(path, name, version=version)
+        change = self._live.loader.change(path, name, version=version)
 
         def build(current: Catalog | None) -> Catalog:
             self._staged.pop(change.name, None)  # its room is needed
