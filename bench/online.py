@@ -5,7 +5,8 @@
 
 With --checkpoint it starts `widebeam serve` itself, hands it what follows `--`, and stops it at the end. Unless told
 otherwise, that server logs warnings only. --replicas N: so many, each on a GPU of its own; so many --url may be given
-as well. Requests are divided evenly among them; what /metrics says is the first one's.
+as well. Requests are divided evenly among them, but a closed loop of fewer leaves some idle; what /metrics says is the
+first one's.
 
     --concurrency N ..   closed loops: N requests in flight at all times (1 to 64 if no load is asked for)
     --rate R ..          open loops: R requests/s arrive at random (Poisson); --burst ON OFF: only in every ON seconds
@@ -104,7 +105,7 @@ def one_gpu_each(replicas: int) -> Iterator[dict[str, str] | None]:
         yield None
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(n) for n in range(replicas)]
+    names = [str(n) for n in range(replicas)] if visible is None else visible.split(",")
     if len(names) < replicas:
         raise SystemExit(f"--replicas {replicas}: CUDA_VISIBLE_DEVICES names {len(names)}")
     yield from ({**os.environ, "CUDA_VISIBLE_DEVICES": name} for name in names[:replicas])
@@ -295,7 +296,7 @@ async def measure(arguments: argparse.Namespace) -> Level:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--url", nargs="+", help="of a server that runs, or of several equal ones")
+    source.add_argument("--url", nargs="+", action="extend", help="of a server that runs, or of several equal ones")
     source.add_argument("--checkpoint", help="start a server of it")
     source.add_argument("--replot", type=Path, metavar="FILE.json", help="measure nothing: --plot a saved report")
     parser.add_argument("--catalog", type=Path, help="of the server that is started")
@@ -335,6 +336,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(own, argparse.Namespace(serve=serve))
     if (arguments.serve or arguments.catalog or arguments.replicas != 1) and not arguments.checkpoint:
         parser.error("--catalog, --replicas and flags behind -- are for servers that are started: give --checkpoint")
+    if arguments.replicas < 1:
+        parser.error(f"--replicas {arguments.replicas} is not 1 or more")
     if arguments.replot and not arguments.plot:
         parser.error("--replot needs --plot FILE.png")
     if arguments.burst and not arguments.rate:

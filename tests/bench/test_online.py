@@ -390,6 +390,13 @@ def test_flags_that_would_do_nothing_are_refused(
         with pytest.raises(SystemExit):
             online.parse(["--url", "http://x", *flags])
     assert online.parse(["--checkpoint", "x", "--", "--port", "1"]).serve == ["--port", "1"]
+    assert online.parse(["--url", "http://x", "--url", "http://y", "http://z"]).url == [
+        "http://x",
+        "http://y",
+        "http://z",
+    ]
+    with pytest.raises(SystemExit):
+        online.parse(["--checkpoint", "x", "--replicas", "0"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         online.parse(["--url", "http://x", "--plot", "x.png"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,10 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.engine.captures import Captures
 from widebeam.engine.compile import compiled_programs
 from widebeam.engine.job import Job
+from widebeam.engine.leases import acquire
 from widebeam.engine.memory import least_sizes
 from widebeam.engine.runtime import Runtime
+from widebeam.engine.shapes import COMMON_TOKENS, LARGE_STEP, token_rung
 from widebeam.errors import OutOfMemory
 from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
@@ -170,7 +173,7 @@ def test_large_prompts_take_the_next_size_that_has_a_graph(pretended: Pretended)
         jobs = [Job(make_search(np.arange(100) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
         return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in runtime.run(jobs)]
 
-    assert sizes() == [128, 256, 480, 480, 480, None]
+    assert sizes() == [128, 256, 480, 480, 480, 640]
     captured, padded = pretended.captured, results()
     assert pretended.captured == captured
     while runtime.capture_more():
@@ -206,6 +209,38 @@ def test_what_returns_needs_no_graph_that_warm_up_has_not_met(pretended: Pretend
     assert run(np.append(users[0], np.arange(90) % 50)) == [64] and run(users[2][:150], users[1][:10]) == [128, 0]
     assert run(users[0], new[0]) == [64, 0] and run(users[1], new[1], new[2]) == [192, 0, 0]
     assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
+
+
+def test_hits_of_long_prefixes_are_met(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that attention cuts, up to the last token that a context has room for."""
+    for module in ("shapes", "warmup"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.SPLIT_CONTEXT", 128)
+    runtime = pretended.runtime
+    pretended.start()
+    captured, user = pretended.captured, np.arange(129) * 3 % 50
+    for more in (0, 1, 100, 150, LONGEST - 129 - 3):
+        search = make_search(np.append(user, (np.arange(more) + more) % 41), 8, 8)
+        search.prefix = Prefix.of(search.token_ids, runtime.config.page_size)
+        runtime.run([Job(search, 0.0, None)])
+        assert search.num_cached == (128 if more else 0)
+    assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
+
+
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_prompts_are_not_padded_without_bound(checkpoint: Path, uncompiled: None, cache: str) -> None:
+    """Also where warm-up needs many requests for so many tokens, and where full waves end between two rungs."""
+    runtime = make_runtime(
+        checkpoint, 500, prefix_cache=cache, max_wave_requests=64, max_wave_rows=64, max_beam_width=4,
+        max_wave_tokens=10_000, max_total_tokens=20_000,
+    )  # fmt: skip
+    programs, found = runtime.core.programs, 0
+    for requests, tokens, splits in itertools.product((16, 64), (1, 700, 3000, 8300, 9_500, 10_000), (0, 1)):
+        rung = programs.rung(requests, tokens, splits)
+        assert rung is None or tokens <= rung < tokens + LARGE_STEP
+        assert rung is None or tokens > COMMON_TOKENS or rung == token_rung(tokens)
+        found += rung is not None
+    assert programs.rung(16, 9000, 0) is programs.rung(16, 9000, 1) is None  # 16 requests cannot have as many
+    assert found == (2 * 2 * 3 + 2 * 3 if cache == "on" else 2 * 3 + 3)
 
 
 def test_no_room_for_more_graphs(
@@ -249,6 +284,9 @@ SMALL: dict[str, Any] = {"max_beam_width": 30, "max_wave_rows": 100, "max_wave_t
         {"beam_kv_tokens": 96},
         {"page_size": 8, "max_total_tokens": 256},
         {"page_size": 1, "max_total_tokens": 40},
+        {"page_size": 64, "max_total_tokens": 64},
+        {"page_size": 256, "max_total_tokens": 256},
+        {"beam_kv_tokens": 16},
         {"max_wave_tokens": 10},
         {"max_levels": 1},
         {"beam_kv_tokens": 46},
@@ -260,13 +298,17 @@ SMALL: dict[str, Any] = {"max_beam_width": 30, "max_wave_rows": 100, "max_wave_t
     ],
     ids=str,
 )
-def test_small_pools(checkpoint: Path, catalog_file: Path, uncompiled: None, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_small_pools(
+    checkpoint: Path, catalog_file: Path, uncompiled: None, fields: dict[str, Any], cache: str
+) -> None:
     """Every wave of the warm-up runs and gives back what it held."""
-    runtime = make_runtime(checkpoint, **(SMALL | fields))
+    runtime = make_runtime(checkpoint, prefix_cache=cache, **(SMALL | fields))
     runtime.check_integrity()
     runtime.add_catalog(Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id))
     runtime.check_integrity()
-    assert runtime.core.context.high_water > 0 and runtime.core.beams.high_water > 0
+    ran = runtime.core.context.high_water > 0 and runtime.core.beams.high_water > 0
+    assert ran == (fields.get("beam_kv_tokens") != 16)  # which no wave of three levels fits
 
 
 @pytest.mark.parametrize("width", [1, 64])
@@ -284,12 +326,40 @@ def test_a_tiny_vocabulary(tmp_path: Path, uncompiled: None, width: int) -> None
         {"max_beam_width": 25, "max_wave_requests": 2},
         {"max_beam_width": 40},
         {"beam_kv_tokens": 70},
+        {"max_wave_tokens": 5000},
+        {"max_wave_tokens": 5000, "page_size": 7},
     ],
     ids=str,
 )
-def test_the_wave_that_measures_the_work_space_fits(checkpoint: Path, fields: dict[str, Any]) -> None:
-    """It runs on a GPU before the pools are made, on the least ones."""
+def test_the_waves_that_measure_the_work_space_fit(
+    checkpoint: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on a GPU before the pools are made, on the least ones; no prompt is longer than a context may be."""
     runtime = make_runtime(
         checkpoint, 512, **({"max_beam_width": 30, "max_wave_rows": 100, "max_wave_tokens": 512} | fields)
     )
+    lengths: list[list[int]] = []
+    monkeypatch.setattr("widebeam.engine.runtime.acquire", noting(lengths, acquire))
     runtime._run_largest_waves(least_sizes(runtime.config, 512))
+    tokens = runtime.config.max_wave_tokens
+    assert max(lengths[0]) <= 512 and tokens - len(lengths[0]) * runtime.config.page_size < sum(lengths[0]) <= tokens
+
+
+def noting(lengths: list[list[int]], acquire: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`acquire` that keeps how long the prompts of a wave are."""
+
+    def note(core: Any, wave: Any) -> None:
+        lengths.append([search.num_tokens for search in wave.searches])
+        acquire(core, wave)
+
+    return note
+
+
+@pytest.mark.gpu
+def test_a_gpu_starts_with_contexts_much_shorter_than_waves(tmp_path: Path) -> None:
+    checkpoint = tiny.save_checkpoint(tmp_path / "m", head_dim=64)
+    runtime = make_runtime(
+        checkpoint, 300, device="cuda", dtype="bfloat16", enforce_eager=True, max_total_tokens=32_768
+    )
+    (outcome,) = runtime.run([Job(make_search(np.arange(290) % 50, 8, 8), 0.0, None)])
+    assert len(outcome.result.sequences) == 8  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ from widebeam.engine import warmup
 from widebeam.engine.compile import Made, captured_at_once, made_so_far
 from widebeam.engine.core import FATAL, Core
 from widebeam.engine.scheduler import WaveLimits
-from widebeam.engine.shapes import CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, met_at_start, request_rung, token_rungs
+from widebeam.engine.shapes import COMMON_TOKENS, CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, Size, token_rungs
 from widebeam.engine.wave import Search
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Captures:
         self._made: Made | None = None
         """As of the end of the last warm-up; None in the middle of one, and where there is none."""
         self._met: set[Hashable] = set()
-        self._larger: deque[tuple[int, list[Search]]] = deque()
-        """Numbers of prompt tokens that have no graph yet, each with a wave of so many."""
+        self._larger: deque[tuple[Size, list[Search]]] = deque()
+        """Of prompts that have no graph yet, each with a wave that meets it."""
         self._told = False
         self.fallbacks = 0
         """Forms compiled, and sizes that could not be captured, after warm-up; all larger ones count once."""
@@ -54,24 +54,27 @@ class Captures:
         """The first warm-up, over any token. Other sizes of larger prompts follow while nobody waits, or now if all is
         to be met."""
         context, graphed = self._core.context, self._core.programs.graphed
+        limits, every = self._limits, self._mode == "full"
         if self._mode == "none":
             splits = (0,) if context.cache is None else (0, *CONTEXT_SPLITS)
             graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(GROUP_TOKENS), splits))
             return
-        self._meet_all(list(warmup.waves(self._limits, widest, vocab_size, longest)))
+        self._meet_all(list(warmup.waves(limits, widest, vocab_size, longest)))
         if context.cache is not None:
-            with self._uncounted():
-                every = self._mode == "full"
-                for size, searches in warmup.reusing(self._limits, vocab_size, longest, context.page_size, every):
-                    if size is None:
+            graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(COMMON_TOKENS), CONTEXT_SPLITS))
+            for size, searches in warmup.reusing(limits, vocab_size, longest, context.page_size, every):
+                if size is None:
+                    with self._uncounted():
                         self._run(searches)
-                    else:
-                        graphed.add(size)
-                        self._meet(searches)
+                elif not self._capture(size, searches):
+                    break
             context.flush()
-        self._larger.extend(warmup.large_prompts(self._limits, widest, vocab_size, longest))
-        while self._larger and (self._mode == "full" or met_at_start(self._larger[0][0])):
-            self.capture_more()
+        self._larger.extend(warmup.large_prompts(limits, widest, vocab_size, longest, at_start=True))
+        while self.capture_more():
+            pass
+        self._larger.extend(warmup.large_prompts(limits, widest, vocab_size, longest, at_start=False))
+        while every and self.capture_more():
+            pass
 
     def add(self, waves: Iterable[list[Search]]) -> None:
         """Of waves over a catalog, run those of which a level needs what none of an earlier one has met."""
@@ -113,19 +116,24 @@ class Captures:
         """
         if not self._larger:
             return False
-        tokens, searches = self._larger.popleft()
-        size = (request_rung(len(searches)), tokens, 0)
-        self._core.programs.graphed.add(size)
+        if not self._capture(*self._larger.popleft()):
+            self._larger.clear()
+        return True
+
+    def _capture(self, size: Size, searches: list[Search]) -> bool:
+        """Give prompts of one size their graphs; False, and counted, if that cannot be."""
+        graphed = self._core.programs.graphed
+        graphed.add(size)
         try:
             with self._uncounted():
                 self._meet(searches)
         except FATAL:
             raise
         except Exception as error:  # out of memory, above all
-            log.warning("prompts of %d tokens and more stay without graphs: %s", tokens, error)
-            self._core.programs.graphed.discard(size)
-            self._larger.clear()
+            log.warning("prompts of %d tokens get no graph, nor do others after them: %s", size[1], error)
+            graphed.discard(size)
             self.fallbacks += 1
+            return False
         return True
 
     def note(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from widebeam.constraints.arena import CatalogArena, MaskPool
+from widebeam.engine.shapes import LARGE_STEP, Size
 from widebeam.engine.state import BeamState
 from widebeam.errors import EngineDead
 from widebeam.kv.beam import BeamKV
@@ -33,14 +34,13 @@ class Programs:
     """`step.forward_rows`"""
     advance: Callable[..., None]
     """`advance.advance`"""
-    graphed: set[tuple[int, int, int]] = field(default_factory=set)
-    """What `body` and `last` are for: rungs of requests and of prompt tokens, and in how many parts attention cuts
-    prefixes that are used again, 0 if none is. Prompts beyond all of them run as they are, by `step`."""
+    graphed: set[Size] = field(default_factory=set)
+    """What `body` and `last` are for. Prompts that find no size here run as they are, by `step`."""
 
     def rung(self, requests: int, tokens: int, splits: int) -> int | None:
-        """The least rung of `graphed` that holds so many prompt tokens."""
-        like = (requests, splits)
-        return min((rows for b, rows, s in self.graphed if (b, s) == like and rows >= tokens), default=None)
+        """The least rung of `graphed` that holds so many prompt tokens, and does not hold too many more."""
+        like, most = (requests, splits), tokens + LARGE_STEP
+        return min((rows for b, rows, s in self.graphed if (b, s) == like and tokens <= rows < most), default=None)
 
 
 @dataclass

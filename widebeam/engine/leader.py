@@ -14,9 +14,10 @@ import torch
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.core import Core
-from widebeam.engine.messages import Answer, Nodes, Reserve, Size, Stop, launch_message
+from widebeam.engine.messages import Answer, Nodes, Reserve, Stop, launch_message
 from widebeam.engine.ranks import Ranks
 from widebeam.engine.search import Between
+from widebeam.engine.shapes import Size
 from widebeam.engine.wave import Wave
 from widebeam.errors import EngineDead
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from widebeam.constraints.filters import ItemMask
 from widebeam.engine.request import Normalizer, Sampling
+from widebeam.engine.shapes import Size
 from widebeam.engine.wave import Search, Wave
 from widebeam.kv.context import ContextLease
 from widebeam.policies import LevelPlan
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 DType = Literal["<i4", "<i8"]
 Range = tuple[int, int]
 """Base and count of a RangeLease."""
-Size = tuple[int, int, int]
-"""See core.Programs.graphed."""
 
 
 class SearchPart(msgspec.Struct, frozen=True, array_like=True):

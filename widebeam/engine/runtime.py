@@ -250,12 +250,17 @@ class Runtime:
         config, vocab_size = self.config, self._model_config.vocab_size
         core = self._with_pools(sizes)
         limits = self._limits_of(core)
-        tokens = max(min(config.max_wave_tokens, GROUP_TOKENS), self._max_context_len)
+        longest = self._max_context_len
+        tokens = max(min(config.max_wave_tokens, GROUP_TOKENS, limits.requests * longest), longest)
+        prompts = -(-tokens // longest)
+        tokens = min(
+            tokens, (sizes.context_pages + 1 - prompts) * config.page_size
+        )  # all but one may leave a page unfilled
         rows = warmup.row_sizes(limits, min(config.max_beam_width, vocab_size), 2)[-1]
         if core.context.cache is not None:  # attention over prefixes may need the largest room of all
-            self._plans.context(request_rung(1), token_rung(tokens), 1, beside=True)
+            self._plans.context(request_rung(prompts), token_rung(tokens), 1, beside=True)
         for searches in (
-            warmup.wave(1, 1, min(tokens, sizes.context_pages * config.page_size), vocab_size, levels=(2,)),
+            warmup.wave(1, 1, tokens, vocab_size, levels=(2,), longest=longest),
             warmup.wave(rows, config.max_beam_width, 1, vocab_size, levels=(2,), stops=True),
         ):
             wave = Wave(searches, config.max_wave_rows)

@@ -25,6 +25,11 @@ LARGE_STEP = 8 * TILE
 CONTEXT_SPLITS, SPLIT_ROWS, SPLIT_CONTEXT = (1, 4), 384, 2048
 
 
+Size = tuple[int, int, int]
+"""Of prompts that a graph is for: rungs of requests and of prompt tokens, and in how many parts attention cuts prefixes
+that are used again, 0 if none is."""
+
+
 class LevelShape(NamedTuple):
     """Everything about one level that is not data. Two levels of equal shape run the same code on the same sizes."""
 
@@ -94,7 +99,8 @@ def token_rungs(limit: int) -> list[int]:
 
 
 def met_at_start(tokens: int) -> bool:
-    """Whether a rung of prompt tokens has a graph from the start: up to COMMON_TOKENS each has, then one of eight."""
+    """Whether a rung of prompt tokens has a graph from the start, as the largest has anyway: up to COMMON_TOKENS each
+    has, then one of eight."""
     return tokens <= COMMON_TOKENS or tokens % LARGE_STEP == 0
 
 

@@ -21,7 +21,7 @@ from widebeam.engine.shapes import (
     GROUP_TOKENS,
     LEAST_ROWS,
     SPLIT_CONTEXT,
-    SPLIT_ROWS,
+    Size,
     context_splits,
     met_at_start,
     request_rung,
@@ -35,6 +35,7 @@ from widebeam.kv.prefix import Prefix, prefix_keys
 
 LEVELS = 3
 """A first level, one between and a last one."""
+SALT = b"warm-up"
 
 
 def row_rungs(limit: int) -> list[int]:
@@ -81,45 +82,72 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Ite
     yield from (searches for searches in candidates() if may_run(searches, limits))
 
 
-def large_prompts(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Iterator[tuple[int, list[Search]]]:
-    """The other rungs of prompt tokens that a group can have, each with a wave that meets it: those that are met at
-    start, then all others, the smallest first."""
+def prompt_rungs(limits: WaveLimits, longest: int) -> tuple[list[int], list[int]]:
+    """Rungs of prompt tokens that a group can have, where prompts have `longest` at most: those that have graphs from
+    the start, the largest among them, and all others."""
+    rungs = [token_rung(tokens) for tokens in token_rungs(most_tokens(limits, longest))]
+    first = [tokens for tokens in rungs if met_at_start(tokens) or tokens == rungs[-1]]
+    return first, sorted(set(rungs) - set(first))
+
+
+def most_tokens(limits: WaveLimits, longest: int) -> int:
+    """Most prompt tokens of a group that is captured: a prompt over the limit of a wave runs alone."""
+    return min(GROUP_TOKENS, max(limits.tokens, longest))
+
+
+def large_prompts(
+    limits: WaveLimits, widest: int, vocab_size: int, longest: int, at_start: bool
+) -> Iterator[tuple[Size, list[Search]]]:
+    """Waves that meet the rungs of prompt tokens over COMMON_TOKENS, each with its size: those that are met at start,
+    or all others, the smallest first."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
-    most = min(GROUP_TOKENS, max(limits.tokens, longest))
-    for tokens in sorted(token_rungs(most), key=lambda tokens: not met_at_start(tokens)):
-        if tokens > COMMON_TOKENS:
-            searches = wave(1, widest, tokens, vocab_size, longest=longest)
-            if may_run(searches, limits):
-                yield token_rung(tokens), searches
+    for tokens in prompt_rungs(limits, longest)[not at_start]:
+        searches = wave(1, widest, min(tokens, most_tokens(limits, longest)), vocab_size, longest=longest)
+        if tokens > COMMON_TOKENS and may_run(searches, limits):
+            yield (request_rung(len(searches)), tokens, 0), searches
 
 
 def reusing(
     limits: WaveLimits, vocab_size: int, longest: int, page_size: int, every: bool
-) -> Iterator[tuple[tuple[int, int, int] | None, list[Search]]]:
+) -> Iterator[tuple[Size | None, list[Search]]]:
     """Waves that begin with a prompt whose own beginning, short or long, one before left in ContextKV: `every` rung of
     new tokens, or those that are met at start.
 
-    With each its size as Programs has it; None with a prompt that only leaves its pages.
+    With each its size; None with a prompt that only leaves its pages.
     """
     longest -= LEVELS
-    long = -(-SPLIT_CONTEXT // page_size) * page_size
-    for known, most in ((page_size, min(GROUP_TOKENS, limits.tokens)), (long, min(SPLIT_ROWS, limits.tokens))):
+    first, others = prompt_rungs(limits, longest)
+    met: set[Size] = set()
+    for known in (page_size, -(-SPLIT_CONTEXT // page_size) * page_size):
         if known >= longest:
             return
-        (whole,) = wave(1, 1, longest, vocab_size)
-        keys = prefix_keys(whole.token_ids[: known + 1], page_size, b"warm-up")
+        beginnings = Beginnings(wave(1, 1, longest, vocab_size)[0], known, page_size)
+        if not may_run([beginnings.of(1)], limits):
+            return
+        yield None, [beginnings.of(1)]
+        for tokens in sorted([*first, *others]) if every else first:
+            own = min(tokens, most_tokens(limits, longest), longest - known)
+            rest = min(tokens, most_tokens(limits, longest)) - own
+            company = wave(1, 1, rest, vocab_size, longest=longest) if rest and known == page_size else []
+            searches = [replace(beginnings.of(own), num_cached=known), *company]
+            size = request_rung(len(searches)), tokens, context_splits(tokens, 0 if company else known)
+            reached = token_rung(sum(search.num_new for search in searches)) == tokens
+            if reached and size not in met and may_run(searches, limits):
+                met.add(size)
+                yield size, searches
 
-        def beginning(tokens: int, whole: Search = whole, keys: tuple[bytes, ...] = keys) -> Search:
-            token_ids = whole.token_ids[:tokens]
-            return replace(whole, token_ids=token_ids, prefix=Prefix(token_ids, b"warm-up", keys))
 
-        yield None, [beginning(known + 1)]
-        for tokens in token_rungs(most):
-            own = min(tokens, longest - known)
-            others = wave(1, 1, tokens - own, vocab_size, longest=longest) if tokens > own else []
-            searches = [replace(beginning(known + own), num_cached=known), *others]
-            if (every or met_at_start(tokens)) and may_run(searches, limits):
-                yield (request_rung(len(searches)), tokens, context_splits(tokens, known)), searches
+class Beginnings:
+    """Prompts that begin with the same `known` tokens, which are whole pages."""
+
+    def __init__(self, longest: Search, known: int, page_size: int) -> None:
+        self._longest, self._known = longest, known
+        self._keys = prefix_keys(longest.token_ids[: known + 1], page_size, SALT)
+
+    def of(self, more: int) -> Search:
+        """A prompt with so many tokens behind them."""
+        token_ids = self._longest.token_ids[: self._known + more]
+        return replace(self._longest, token_ids=token_ids, prefix=Prefix(token_ids, SALT, self._keys))
 
 
 def may_run(searches: list[Search], limits: WaveLimits) -> bool:
