@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 import torch
 from gathering import DictTrie, edges, level_costs, on_device, prefixes_of, shares, top_then_filter_ms
-from kernels import CUDA
 from random_catalog import make_catalog, random_sids, skewed_sids, write_catalog
 from report import header, save, table
 from swaps import filters_of, serve
+from timing import CUDA
 
 from widebeam.constraints.arena import MASK_BYTES, DeviceTrie, device_bytes
 from widebeam.constraints.catalog import Catalog

@@ -1,21 +1,26 @@
 """This machine's own floor for a case: its products, attention and unavoidable bytes, each alone at its best speed.
 
-    python bench/floor.py qwen3-1.7b --cases 1000x1 5000x4 [--fp8] [--codes 8192] [--save FILE.json]
+    python bench/floor.py qwen3-1.7b --cases 1000x1 5000x4 [--fp8] [--codes 8192] [--behind-prefill] [--save FILE.json]
 
 A case is CONTEXTxREQUESTS[xWIDTH[xTOKENS]]. Products: cuBLAS, or for fp8 `torch._scaled_mm` with row-wise scales where
 that is faster. Attention: FlashInfer, ragged for prompts and paged for beams. Bytes that the work between them cannot
 avoid: at the speed of a large copy. Selection adds nothing but reading the logits once. widebeam/plan/work.py says what
 the parts are, kernels.py how each is timed; offline.py divides by the sum.
+
+--behind-prefill times the parts of the levels right behind the layers of the case's own prefill, at the clock that the
+power limit leaves them there, where they otherwise are timed on a GPU that has rested.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import kernels
 from report import header, save, table
+from timing import behind
 
 from widebeam.plan.shapes import SHAPES
 from widebeam.plan.work import Prompt, Shape, Work, phase_ms
@@ -36,13 +41,22 @@ class Case(NamedTuple):
         return cls(context, requests, *rest, *(width, tokens)[len(rest) :])
 
 
-def floor(case: Case, shape: Shape, *, fp8: bool = False, codes: int | None = None) -> dict[str, Any]:
+def floor(
+    case: Case, shape: Shape, *, fp8: bool = False, codes: int | None = None, behind_prefill: bool = False
+) -> dict[str, Any]:
     """Milliseconds of prefill (with the head of level 0), of the levels behind it, and of all, with their parts.
 
     `codes` is the size of a level's codebook; without it the head is the whole vocabulary.
     """
-    work = Work(shape, kernels, fp8=fp8, codes=codes)
-    parts = work.wave([Prompt(case.context)] * case.requests, case.width, case.tokens)
+    work, prompts = Work(shape, kernels, fp8=fp8, codes=codes), [Prompt(case.context)] * case.requests
+    before = nullcontext()
+    if behind_prefill:
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        sizes = case.requests, case.context, *heads
+        before = behind(kernels.layers_of(shape.layers, shape.products.values(), *sizes, fp8=fp8))
+    parts = work.prefill(prompts)
+    with before:
+        parts += work.levels(prompts, case.width, case.tokens)
     prefill, *levels = phase_ms(parts).values()
     return {
         "prefill_ms": prefill, "levels_ms": sum(levels), "level_ms": levels, "total_ms": prefill + sum(levels),
@@ -69,10 +83,14 @@ if __name__ == "__main__":
     parser.add_argument("--cases", nargs="+", default=["1000x1", "5000x4"])
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--codes", type=int, help="columns of the head; by default the whole vocabulary")
+    parser.add_argument("--behind-prefill", action="store_true")
     parser.add_argument("--save", type=Path)
     chosen = parser.parse_args()
     shape = Shape.of(SHAPES[chosen.shape])
-    cases = {text: floor(Case.parse(text), shape, fp8=chosen.fp8, codes=chosen.codes) for text in chosen.cases}
+    cases = {
+        text: floor(Case.parse(text), shape, fp8=chosen.fp8, codes=chosen.codes, behind_prefill=chosen.behind_prefill)
+        for text in chosen.cases
+    }
     text = f"Floor of {chosen.shape}\n\n{markdown(cases)}"
     print(text)
     save(chosen.save, header(chosen) | {"cases": cases}, text)

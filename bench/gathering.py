@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from floor import Case
-from kernels import CUDA, DEVICE, distinct, launch_ms
 from offline import make_jobs
+from timing import CUDA, DEVICE, distinct, launch_ms
 from torch import Tensor
 
 from widebeam.constraints.arena import MASK_BYTES, NODE_BYTES, CatalogArena, DeviceTrie, MaskPool, num_places

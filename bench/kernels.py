@@ -1,8 +1,7 @@
 """How long one product, one attention or one copy takes on this machine, alone and at its best: what floor.py sums.
 
-Many launches of it run in one CUDA graph, over buffers that together exceed the cache, on random data, so that neither
-launching nor a warm cache flatters it. Everything is measured once per size and remembered. Without a GPU it runs too,
-but then the numbers say nothing.
+timing.py says how. Everything is measured once per size and remembered. Without a GPU it runs too, but then the numbers
+say nothing.
 
 Letters: T packed prompt tokens, R rows, Q query heads, K key/value heads, D head size.
 """
@@ -11,67 +10,34 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import CUDA, DEVICE, Call, distinct, graph_of, launch_ms, remembered
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-REPEATS = 11 if CUDA else 1
-COLD_BYTES = (256 << 20) if CUDA else 0
-"""Distinct buffers in turn hold so much, several times an L2 cache, as the weights and pages of all layers do."""
-GRAPH_MS, MOST_LAUNCHES = 1.0, 256
-"""A graph lasts about so long, so that its own start does not count."""
 COPY_BYTES = (1 << 30) if CUDA else (1 << 20)
 WORKSPACE_BYTES = 256 << 20
 PAGE = 64
 SPLITS = (1, 4)
-Call = Callable[[], object]
 
 
-def launch_ms(calls: Sequence[Call]) -> float:
-    """Median milliseconds of a launch; `calls` are the same work on different buffers."""
-    if not CUDA:
-        return statistics.median(_host_ms(calls) for _ in range(REPEATS)) / len(calls)
+def layers_of(
+    layers: int, products: Iterable[tuple[int, int]], requests: int, context: int, Q: int, K: int, D: int, fp8: bool
+) -> Call:
+    """The products and the attention of so many layers over whole prompts, to be launched at once."""
+    rows = requests * context
+    calls = [_ragged(requests, context, Q, K, D)]
+    for n, k in products:
+        product = _fp8_products(rows, n, k, 1) if fp8 and CUDA else [partial(torch.mm, random(rows, k), random(k, n))]
+        calls += product
     for call in calls:
         call()
-    torch.cuda.synchronize()
-    launches = len(calls)
-    while True:
-        ms = _graph_ms(list(itertools.islice(itertools.cycle(calls), launches)))
-        if ms >= GRAPH_MS / 2 or launches >= MOST_LAUNCHES:
-            return ms / launches
-        launches = min(MOST_LAUNCHES, int(launches * GRAPH_MS / ms) + 1)
-
-
-def _host_ms(calls: Sequence[Call]) -> float:
-    started = time.perf_counter()
-    for call in calls:
-        call()
-    return (time.perf_counter() - started) * 1e3
-
-
-def _graph_ms(calls: Sequence[Call]) -> float:
-    """Median milliseconds of one replay of all calls."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(3 + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
+    replay = graph_of(calls).replay if CUDA else lambda: [call() for call in calls]
+    return lambda: [replay() for _ in range(layers)]
 
 
 def random(*size: int) -> Tensor:
@@ -83,12 +49,7 @@ def random_fp8(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return random(rows, columns).to(torch.float8_e4m3fn), torch.rand(rows, 1, device=DEVICE)
 
 
-def distinct(nbytes: int) -> int:
-    """How many buffers of a size are used in turn."""
-    return max(1, min(64, COLD_BYTES // nbytes + 1))
-
-
-@cache
+@remembered
 def copy_bandwidth() -> float:
     """Bytes a millisecond, read and written together."""
     source, target = (torch.randint(-128, 127, (COPY_BYTES,), dtype=torch.int8, device=DEVICE) for _ in range(2))
@@ -100,7 +61,7 @@ def copy_ms(nbytes: int) -> float:
     return nbytes / copy_bandwidth()
 
 
-@cache
+@remembered
 def product_ms(rows: int, n: int, k: int) -> float:
     """[rows, k] x [k, n] in bf16."""
     x = random(rows, k)
@@ -108,18 +69,23 @@ def product_ms(rows: int, n: int, k: int) -> float:
     return _by_either_library([partial(torch.mm, x, weight.t()) for weight in weights])
 
 
-@cache
+@remembered
 def fp8_product_ms(rows: int, n: int, k: int) -> float:
     """The same from fp8 operands, scaled by row and by column, with fast accumulation. Infinite where it cannot run."""
     if not CUDA or rows < 16 or torch.cuda.get_device_capability() < (8, 9):
         return float("inf")
+    return launch_ms(_fp8_products(rows, n, k, distinct(n * k)))
+
+
+def _fp8_products(rows: int, n: int, k: int, count: int) -> list[Call]:
+    """By so many weights."""
     x, scale = random_fp8(rows, k)
-    weights = [random_fp8(n, k) for _ in range(distinct(n * k))]
+    weights = [random_fp8(n, k) for _ in range(count)]
     scaled = partial(torch._scaled_mm, x, scale_a=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return launch_ms([partial(scaled, weight.t(), scale_b=scales.t()) for weight, scales in weights])
+    return [partial(scaled, weight.t(), scale_b=scales.t()) for weight, scales in weights]
 
 
-@cache
+@remembered
 def head_ms(rows: int, columns: int, hidden: int) -> float:
     """Bf16 operands to float32 logits. All levels use one head, so it is not made cold."""
     x, head = random(rows, hidden), random(columns, hidden)
@@ -141,21 +107,25 @@ def _by_either_library(calls: Sequence[Call]) -> float:
     return min(times)
 
 
-@cache
+@remembered
 def prefill_attention_ms(requests: int, context: int, Q: int, K: int, D: int) -> float:
     """Causal attention of whole prompts in one layer: FlashInfer's ragged kernel, or PyTorch's where it is missing."""
+    return launch_ms([_ragged(requests, context, Q, K, D)])
+
+
+def _ragged(requests: int, context: int, Q: int, K: int, D: int) -> Call:
     q, k, v = (random(requests * context, heads, D) for heads in (Q, K, K))
     if not _has_flashinfer():
-        return launch_ms([_dense(q, k, v, requests, causal=True)])
+        return _dense(q, k, v, requests, causal=True)
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     bounds = torch.arange(requests + 1, dtype=torch.int32) * context
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=_kernel())
     wrapper.plan(bounds, bounds, Q, K, D, causal=True, q_data_type=q.dtype, kv_data_type=q.dtype)
-    return launch_ms([partial(wrapper.run, q, k, v)])
+    return partial(wrapper.run, q, k, v)
 
 
-@cache
+@remembered
 def context_attention_ms(requests: int, width: int, context: int, Q: int, K: int, D: int) -> float:
     """`width` rows of each request over its context, in pages, in one layer: the context whole or in four parts."""
     pages = -(-context // PAGE)

@@ -17,6 +17,7 @@ import offline
 import peers
 import pytest
 import report
+from timing import behind
 
 from widebeam.plan.work import Shape, Work
 
@@ -148,6 +149,21 @@ def test_a_floor_is_the_sum_of_its_parts() -> None:
     assert len(found["level_ms"]) == 2
     assert {part["phase"] for part in parts} == {"prefill", "level 1", "level 2"}
     assert {part["times"] for part in parts if part["name"] == "gate_up"} == {TINY.layers - 1, TINY.layers}
+
+
+def test_levels_are_timed_behind_prefill() -> None:
+    """Each of their parts anew, although the same were timed alone before."""
+    case, ran = floor.Case(context=16, requests=2, width=4, tokens=2), []
+    floor.floor(case, TINY, codes=8)
+    with behind(lambda: ran.append(1)):
+        first = kernels.product_ms(8, 64, 32)
+        assert ran and kernels.product_ms(8, 64, 32) == first
+    count = len(ran)
+    assert kernels.product_ms(8, 64, 32) == kernels.product_ms(8, 64, 32) and len(ran) == count
+    layers = kernels.layers_of(3, TINY.products.values(), 2, 16, TINY.heads, TINY.kv_heads, TINY.head_dim, fp8=False)
+    assert layers() is not None
+    found = floor.floor(case, TINY, codes=8, behind_prefill=True)
+    assert {part["phase"] for part in found["parts"]} == {"prefill", "level 1"} and found["level_ms"][0] > 0
 
 
 def test_bytes_between_products_are_those_of_a_fused_layer() -> None:

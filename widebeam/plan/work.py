@@ -95,11 +95,13 @@ class Work:
 
     def wave(self, prompts: Sequence[Prompt], width: int, tokens: int) -> list[Part]:
         """Prefill with the head of level 0, then the levels behind it."""
-        contexts = sum(prompt.context for prompt in prompts)
-        B, parts = len(prompts), self.prefill(prompts)
-        for level in range(1, tokens):
-            parts += self.level(level, B * min(width, self.columns), B, contexts // B)
-        return parts
+        return self.prefill(prompts) + self.levels(prompts, width, tokens)
+
+    def levels(self, prompts: Sequence[Prompt], width: int, tokens: int) -> list[Part]:
+        """All levels behind prefill."""
+        B, contexts = len(prompts), sum(prompt.context for prompt in prompts)
+        rows = B * min(width, self.columns)
+        return [part for level in range(1, tokens) for part in self.level(level, rows, B, contexts // B)]
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Part]:
         """All layers but the last over all T tokens; of the last, k and v of all, the rest for the prompts' ends."""
