@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,7 +63,9 @@ def log_request(
     level: int, head: dict[str, Any], facts: RequestFacts, *, request_id: str, code: str | None, seconds: float
 ) -> None:
     """The one line of a request. `head` says what was asked and how it ended: method, route, status and outcome."""
-    rest = {"request_id": request_id, "code": code, "total_ms": round(seconds * 1e3, 3), **asdict(facts)}
+    if not log.isEnabledFor(level):
+        return
+    rest = {"request_id": request_id, "code": code, "total_ms": round(seconds * 1e3, 3), **vars(facts)}
     known = {name: value for name, value in rest.items() if value is not None}
     told = [*map(str, head.values()), *(f"{name}={value}" for name, value in known.items())]
     log.log(level, "%s", " ".join(told), extra={"fields": {**head, **known}})
