@@ -64,6 +64,8 @@ class CatalogIndex:
             raise CatalogError(f"the catalog's prefix tree has {num_nodes} nodes; the limit is 2**31 - 1")
         code, num_terminal = np.zeros(num_nodes, np.int32), np.zeros(num_nodes, np.int32)
         first_child = np.full(num_nodes + 1, num_nodes, np.int32)
+        before = np.empty(num_items + 1, np.int32)
+        before.fill(0)  # lets other threads run while the system finds the memory, which _count_before would not
         for level, (lo, hi) in enumerate(ranges):
             nodes = slice(*level_start[level : level + 2])
             if level > 0:
@@ -72,12 +74,14 @@ class CatalogIndex:
                 np.subtract(hi, lo, out=num_terminal[nodes])
                 break
             if (codes[level] < 0).any():
-                ended = _count_before(codes[level] < 0)
-                num_terminal[nodes] = ended[hi] - ended[lo]
+                _count_before(codes[level] < 0, before)
+                num_terminal[nodes] = before[hi] - before[lo]
             # a node's first child is the first node one level down that begins at or behind its first row
             begins = np.zeros(num_items, bool)
             begins[ranges[level + 1][0]] = True
-            first_child[nodes] = level_start[level + 1] + _count_before(begins)[lo]
+            _count_before(begins, before)
+            np.take(before, lo, out=first_child[nodes])
+            first_child[nodes] += np.int32(level_start[level + 1])
         item_lo, item_hi = (np.concatenate(sides) for sides in zip(*ranges, strict=True))
         mixed_depth = bool((codes[-1] < 0).any())
         return cls.of_arrays((level_start, first_child, code, item_lo, item_hi, num_terminal), mixed_depth)
@@ -163,21 +167,30 @@ def _ranges(codes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     changed[0] = True
     for column in codes:
         changed[1:] |= column[1:] != column[:-1]
-        lo = np.flatnonzero(changed).astype(np.int32)
-        hi = np.append(lo[1:], np.int32(num_items))
+        bounds = _marked(changed)
+        lo, hi = bounds[:-1], bounds[1:]
         spelled = column[lo] >= 0
         yield (lo, hi) if spelled.all() else (lo[spelled], hi[spelled])
 
 
-def _count_before(marks: np.ndarray) -> np.ndarray:
-    """int32 [items + 1]; marked rows before each row, and of all."""
-    counts = np.empty(marks.size + 1, np.int32)
-    counts.fill(0)  # lets other threads run while the system finds the memory, which cumsum would not
+def _marked(marks: np.ndarray) -> np.ndarray:
+    """int32; the marked rows, and behind them the number of all. In pieces, since numpy finds them as int64."""
+    rows = np.empty(np.count_nonzero(marks) + 1, np.int32)
+    found = 0
+    for start in range(0, marks.size, _PIECE):
+        some = np.flatnonzero(marks[start : start + _PIECE])
+        np.add(some, start, out=rows[found : found + some.size], casting="same_kind")
+        found += some.size
+    rows[found] = marks.size
+    return rows
+
+
+def _count_before(marks: np.ndarray, counts: np.ndarray) -> None:
+    """Set `counts`, int32 [items + 1], to the marked rows before each row, and of all; it begins with 0."""
     for start in range(0, marks.size, _PIECE):
         piece = counts[start + 1 : start + 1 + _PIECE]
         np.cumsum(marks[start : start + _PIECE], dtype=np.int32, out=piece)
         piece += counts[start]
-    return counts
 
 
 def _fanout_table(first_child: np.ndarray, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
