@@ -253,9 +253,8 @@ class Runtime:
         longest = self._max_context_len
         tokens = max(min(config.max_wave_tokens, GROUP_TOKENS, limits.requests * longest), longest)
         prompts = -(-tokens // longest)
-        tokens = min(
-            tokens, (sizes.context_pages + 1 - prompts) * config.page_size
-        )  # all but one may leave a page unfilled
+        room = (sizes.context_pages + 1 - prompts) * config.page_size  # all but one may leave a page unfilled
+        tokens = min(tokens, room)
         rows = warmup.row_sizes(limits, min(config.max_beam_width, vocab_size), 2)[-1]
         if core.context.cache is not None:  # attention over prefixes may need the largest room of all
             self._plans.context(request_rung(prompts), token_rung(tokens), 1, beside=True)

@@ -101,7 +101,8 @@ def large_prompts(
     """Waves that meet the rungs of prompt tokens over COMMON_TOKENS, each with its size: those that are met at start,
     or all others, the smallest first."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
-    for tokens in prompt_rungs(limits, longest)[not at_start]:
+    first, others = prompt_rungs(limits, longest)
+    for tokens in first if at_start else others:
         searches = wave(1, widest, min(tokens, most_tokens(limits, longest)), vocab_size, longest=longest)
         if tokens > COMMON_TOKENS and may_run(searches, limits):
             yield (request_rung(len(searches)), tokens, 0), searches
@@ -116,7 +117,7 @@ def reusing(
     With each its size; None with a prompt that only leaves its pages.
     """
     longest -= LEVELS
-    first, others = prompt_rungs(limits, longest)
+    most, (first, others) = most_tokens(limits, longest), prompt_rungs(limits, longest)
     met: set[Size] = set()
     for known in (page_size, -(-SPLIT_CONTEXT // page_size) * page_size):
         if known >= longest:
@@ -126,8 +127,8 @@ def reusing(
             return
         yield None, [beginnings.of(1)]
         for tokens in sorted([*first, *others]) if every else first:
-            own = min(tokens, most_tokens(limits, longest), longest - known)
-            rest = min(tokens, most_tokens(limits, longest)) - own
+            own = min(tokens, most, longest - known)
+            rest = min(tokens, most) - own
             company = wave(1, 1, rest, vocab_size, longest=longest) if rest and known == page_size else []
             searches = [replace(beginnings.of(own), num_cached=known), *company]
             size = request_rung(len(searches)), tokens, context_splits(tokens, 0 if company else known)
