@@ -28,7 +28,7 @@ from widebeam.engine.job import Job
 from widebeam.engine.leases import acquire
 from widebeam.engine.memory import least_sizes
 from widebeam.engine.runtime import Runtime
-from widebeam.engine.shapes import COMMON_TOKENS, LARGE_STEP, token_rung
+from widebeam.engine.shapes import token_rung
 from widebeam.errors import OutOfMemory
 from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
@@ -92,14 +92,20 @@ class Pretended:
         return captures
 
 
+def make_large(monkeypatch: pytest.MonkeyPatch, common: int, step: int) -> None:
+    """Prompts of more than `common` tokens are large, and have a graph from the start every `step`."""
+    for module in ("shapes", "compile", "warmup", "captures"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", common)
+    for module in ("shapes", "core"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.LARGE_STEP", step)
+
+
 @pytest.fixture
 def pretended(checkpoint: Path, shared_runtime: tuple[Runtime, Recorder], monkeypatch: pytest.MonkeyPatch) -> Pretended:
     """Prompts of more than 256 tokens are large, and those of 480 have a graph from the start."""
+    make_large(monkeypatch, 256, 480)
     runtime, recorder = shared_runtime
     monkeypatch.setattr("widebeam.engine.captures.made_so_far", recorder.made_so_far)
-    for module in ("shapes", "compile", "warmup"):
-        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", 256)
-    monkeypatch.setattr("widebeam.engine.shapes.LARGE_STEP", 480)
     recorder.captured.clear()
     return Pretended(runtime, recorder, load_model_config(checkpoint).vocab_size)
 
@@ -227,19 +233,23 @@ def test_hits_of_long_prefixes_are_met(pretended: Pretended, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("cache", ["on", "off"])
-def test_prompts_are_not_padded_without_bound(checkpoint: Path, uncompiled: None, cache: str) -> None:
+def test_prompts_are_not_padded_without_bound(
+    checkpoint: Path, uncompiled: None, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where warm-up needs many requests for so many tokens, and where full waves end between two rungs."""
+    common, step = 512, 320
+    make_large(monkeypatch, common, step)
     runtime = make_runtime(
-        checkpoint, 500, prefix_cache=cache, max_wave_requests=64, max_wave_rows=64, max_beam_width=4,
-        max_wave_tokens=10_000, max_total_tokens=20_000,
+        checkpoint, 30, prefix_cache=cache, page_size=8, max_wave_requests=64, max_wave_rows=64, max_beam_width=4,
+        max_wave_tokens=1250, max_total_tokens=8192,
     )  # fmt: skip
     programs, found = runtime.core.programs, 0
-    for requests, tokens, splits in itertools.product((16, 64), (1, 700, 3000, 8300, 9_500, 10_000), (0, 1)):
+    for requests, tokens, splits in itertools.product((16, 64), (1, 100, 400, 600, 1100, 1250), (0, 1)):
         rung = programs.rung(requests, tokens, splits)
-        assert rung is None or tokens <= rung < tokens + LARGE_STEP
-        assert rung is None or tokens > COMMON_TOKENS or rung == token_rung(tokens)
+        assert rung is None or tokens <= rung < tokens + step
+        assert rung is None or tokens > common or rung == token_rung(tokens)
         found += rung is not None
-    assert programs.rung(16, 9000, 0) is programs.rung(16, 9000, 1) is None  # 16 requests cannot have as many
+    assert programs.rung(16, 600, 0) is programs.rung(16, 600, 1) is None  # 16 requests cannot have as many
     assert found == (2 * 2 * 3 + 2 * 3 if cache == "on" else 2 * 3 + 3)
 
 
