@@ -93,16 +93,16 @@ class Pretended:
 
 
 def make_large(monkeypatch: pytest.MonkeyPatch, common: int, step: int) -> None:
-    """Prompts of more than `common` tokens are large, and have a graph from the start every `step`."""
+    """Prompts of more than `common` tokens are large, and have graphs behind prefixes every `step`."""
     for module in ("shapes", "compile", "warmup", "captures"):
         monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", common)
-    for module in ("shapes", "core"):
+    for module in ("warmup", "core"):
         monkeypatch.setattr(f"widebeam.engine.{module}.LARGE_STEP", step)
 
 
 @pytest.fixture
 def pretended(checkpoint: Path, shared_runtime: tuple[Runtime, Recorder], monkeypatch: pytest.MonkeyPatch) -> Pretended:
-    """Prompts of more than 256 tokens are large, and those of 480 have a graph from the start."""
+    """Prompts of more than 256 tokens are large."""
     make_large(monkeypatch, 256, 480)
     runtime, recorder = shared_runtime
     monkeypatch.setattr("widebeam.engine.captures.made_so_far", recorder.made_so_far)
@@ -166,8 +166,8 @@ def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, preten
     assert (runtime.fallbacks, pretended.captured) == (0, captured)
 
 
-def test_large_prompts_take_the_next_size_that_has_a_graph(pretended: Pretended) -> None:
-    """Padded further at first than later, and without a graph the search is the same."""
+def test_large_prompts_are_captured_later(pretended: Pretended) -> None:
+    """Until then they run as they are; either way the search is the same."""
     runtime = pretended.runtime
     pretended.start()
     programs = runtime.core.programs
@@ -176,19 +176,38 @@ def test_large_prompts_take_the_next_size_that_has_a_graph(pretended: Pretended)
         return [programs.rung(16, tokens, 0) for tokens in (1, 129, 257, 321, 480, 481)]
 
     def results() -> list[Any]:
-        jobs = [Job(make_search(np.arange(100) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
+        jobs = [Job(make_search(np.arange(150) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
         return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in runtime.run(jobs)]
 
-    assert sizes() == [128, 256, 480, 480, 480, 640]
-    captured, padded = pretended.captured, results()
-    assert pretended.captured == captured
+    captured, plain = pretended.captured, results()
+    assert (sizes(), pretended.captured) == ([128, 256, None, None, None, None], captured)
     while runtime.capture_more():
         pass
     assert sizes() == [128, 256, 320, 480, 480, 640]
-    captured, closer = pretended.captured, results()
+    captured, graphed = pretended.captured, results()
     assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
-    programs.graphed.clear()
-    for one, *others in zip(results(), padded, closer, strict=True):
+    for one, other in zip(plain, graphed, strict=True):
+        assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
+        assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
+
+
+def test_padding_behind_prefixes_changes_no_result(pretended: Pretended) -> None:
+    """What is new takes the next larger size that has a graph."""
+    runtime = pretended.runtime
+    pretended.start()
+    assert [runtime.core.programs.rung(16, tokens, 1) for tokens in (129, 257, 481)] == [256, 480, 640]
+
+    def results() -> list[Any]:
+        searches = [make_search(np.arange(170) * (b + 7) % 50, 8, 8) for b in range(3)]
+        searches[0].prefix = Prefix.of(searches[0].token_ids, runtime.config.page_size)
+        outcomes = runtime.run([Job(search, 0.0, None) for search in searches])
+        return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in outcomes]
+
+    cold, captured = results(), pretended.captured
+    padded = results()  # 382 new tokens
+    assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
+    runtime.core.programs.graphed.clear()
+    for one, *others in zip(cold, padded, results(), strict=True):
         for other in others:
             assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
             assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
@@ -247,10 +266,10 @@ def test_prompts_are_not_padded_without_bound(
     for requests, tokens, splits in itertools.product((16, 64), (1, 100, 400, 600, 1100, 1250), (0, 1)):
         rung = programs.rung(requests, tokens, splits)
         assert rung is None or tokens <= rung < tokens + step
-        assert rung is None or tokens > common or rung == token_rung(tokens)
+        assert rung is None or (splits and tokens > common) or rung == token_rung(tokens)
         found += rung is not None
-    assert programs.rung(16, 600, 0) is programs.rung(16, 600, 1) is None  # 16 requests cannot have as many
-    assert found == (2 * 2 * 3 + 2 * 3 if cache == "on" else 2 * 3 + 3)
+    assert programs.rung(16, 600, 1) is None  # 16 requests cannot have as many
+    assert found == (2 * 2 * 3 + 3 if cache == "on" else 2 * 3)
 
 
 def test_no_room_for_more_graphs(

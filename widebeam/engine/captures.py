@@ -51,8 +51,7 @@ class Captures:
         """Graphs captured after warm-up, for sizes that it did not meet."""
 
     def start(self, widest: int, vocab_size: int, longest: int) -> None:
-        """The first warm-up, over any token. Other sizes of larger prompts follow while nobody waits, or now if all is
-        to be met."""
+        """The first warm-up, over any token. Larger prompts follow while nobody waits, or now if all is to be met."""
         context, graphed = self._core.context, self._core.programs.graphed
         limits, every = self._limits, self._mode == "full"
         if self._mode == "none":
@@ -69,10 +68,7 @@ class Captures:
                 elif not self._capture(size, searches):
                     break
             context.flush()
-        self._larger.extend(warmup.large_prompts(limits, widest, vocab_size, longest, at_start=True))
-        while self.capture_more():
-            pass
-        self._larger.extend(warmup.large_prompts(limits, widest, vocab_size, longest, at_start=False))
+        self._larger.extend(warmup.large_prompts(limits, widest, vocab_size, longest))
         while every and self.capture_more():
             pass
 
@@ -112,7 +108,7 @@ class Captures:
     def capture_more(self) -> bool:
         """Capture prompts of one more size, if there is one left, for up to half a second: for when nobody waits.
 
-        There are too many sizes over COMMON_TOKENS for a quick start. Until then the next larger ones serve.
+        There are too many sizes over COMMON_TOKENS for a quick start. Until then they are launched kernel by kernel.
         """
         if not self._larger:
             return False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from widebeam.constraints.arena import CatalogArena, MaskPool
-from widebeam.engine.shapes import LARGE_STEP, Size
+from widebeam.engine.shapes import LARGE_STEP, Size, token_rung
 from widebeam.engine.state import BeamState
 from widebeam.errors import EngineDead
 from widebeam.kv.beam import BeamKV
@@ -38,8 +38,9 @@ class Programs:
     """What `body` and `last` are for. Prompts that find no size here run as they are, by `step`."""
 
     def rung(self, requests: int, tokens: int, splits: int) -> int | None:
-        """The least rung of `graphed` that holds so many prompt tokens, and does not hold too many more."""
-        like, most = (requests, splits), tokens + LARGE_STEP
+        """The rung of `graphed` for so many prompt tokens. Behind prefixes, where a layer is many launches, a larger
+        one will do: the least that is not too large."""
+        like, most = (requests, splits), tokens + LARGE_STEP if splits else token_rung(tokens) + 1
         return min((rows for b, rows, s in self.graphed if (b, s) == like and tokens <= rows < most), default=None)
 
 

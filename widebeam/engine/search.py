@@ -112,9 +112,8 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int]
 def launch_prompts(core: Core, wave: Wave) -> None:
     """Prefill, in groups of prompts whose products are large enough: beyond that cuBLAS has worse kernels on an H200.
 
-    A group runs as two graphs, those of the next larger size that has some. Beyond the largest it runs kernel by
-    kernel, which the host launches as fast as the device runs only if they are large and other threads leave it Python.
-    The last layer is planned while the others run.
+    A group runs as two graphs if its size has some, or behind prefixes a larger one; else kernel by kernel, which the
+    host launches as fast as the device runs only if they are large. The last layer is planned while the others run.
     """
     programs, device = core.programs, core.state.level.device
     for first, searches in prompt_groups(wave.searches):

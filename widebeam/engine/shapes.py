@@ -21,7 +21,7 @@ COMMON_TOKENS = 8192
 """Up to here there are few numbers of prompt tokens, and kernels so short that only a graph launches them in time."""
 TILE = 160
 LARGE_STEP = 8 * TILE
-"""Between the larger numbers of prompt tokens that have graphs from the start."""
+"""Between the larger numbers of prompt tokens behind prefixes that have graphs."""
 CONTEXT_SPLITS, SPLIT_ROWS, SPLIT_CONTEXT = (1, 4), 384, 2048
 
 
@@ -96,12 +96,6 @@ def token_rungs(limit: int) -> list[int]:
     while rungs[-1] < limit:
         rungs.append(token_rung(rungs[-1] + 1))
     return [min(tokens, limit) for tokens in rungs]
-
-
-def met_at_start(tokens: int) -> bool:
-    """Whether a rung of prompt tokens has a graph from the start, as the largest has anyway: up to COMMON_TOKENS each
-    has, then one of eight."""
-    return tokens <= COMMON_TOKENS or tokens % LARGE_STEP == 0
 
 
 def request_rung(requests: int) -> int:

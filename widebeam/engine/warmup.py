@@ -19,11 +19,11 @@ from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.shapes import (
     COMMON_TOKENS,
     GROUP_TOKENS,
+    LARGE_STEP,
     LEAST_ROWS,
     SPLIT_CONTEXT,
     Size,
     context_splits,
-    met_at_start,
     request_rung,
     rung,
     token_rung,
@@ -82,12 +82,9 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Ite
     yield from (searches for searches in candidates() if may_run(searches, limits))
 
 
-def prompt_rungs(limits: WaveLimits, longest: int) -> tuple[list[int], list[int]]:
-    """Rungs of prompt tokens that a group can have, where prompts have `longest` at most: those that have graphs from
-    the start, the largest among them, and all others."""
-    rungs = [token_rung(tokens) for tokens in token_rungs(most_tokens(limits, longest))]
-    first = [tokens for tokens in rungs if met_at_start(tokens) or tokens == rungs[-1]]
-    return first, sorted(set(rungs) - set(first))
+def prompt_rungs(limits: WaveLimits, longest: int) -> list[int]:
+    """Rungs of prompt tokens that a group can have, where prompts have `longest` at most."""
+    return [token_rung(tokens) for tokens in token_rungs(most_tokens(limits, longest))]
 
 
 def most_tokens(limits: WaveLimits, longest: int) -> int:
@@ -96,13 +93,11 @@ def most_tokens(limits: WaveLimits, longest: int) -> int:
 
 
 def large_prompts(
-    limits: WaveLimits, widest: int, vocab_size: int, longest: int, at_start: bool
+    limits: WaveLimits, widest: int, vocab_size: int, longest: int
 ) -> Iterator[tuple[Size, list[Search]]]:
-    """Waves that meet the rungs of prompt tokens over COMMON_TOKENS, each with its size: those that are met at start,
-    or all others, the smallest first."""
+    """Waves that meet the rungs of prompt tokens over COMMON_TOKENS, the smallest first, each with its size."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
-    first, others = prompt_rungs(limits, longest)
-    for tokens in first if at_start else others:
+    for tokens in prompt_rungs(limits, longest):
         searches = wave(1, widest, min(tokens, most_tokens(limits, longest)), vocab_size, longest=longest)
         if tokens > COMMON_TOKENS and may_run(searches, limits):
             yield (request_rung(len(searches)), tokens, 0), searches
@@ -112,12 +107,14 @@ def reusing(
     limits: WaveLimits, vocab_size: int, longest: int, page_size: int, every: bool
 ) -> Iterator[tuple[Size | None, list[Search]]]:
     """Waves that begin with a prompt whose own beginning, short or long, one before left in ContextKV: `every` rung of
-    new tokens, or those that are met at start.
+    new tokens, or up to COMMON_TOKENS each, then one of eight and the largest.
 
     With each its size; None with a prompt that only leaves its pages.
     """
     longest -= LEVELS
-    most, (first, others) = most_tokens(limits, longest), prompt_rungs(limits, longest)
+    most, rungs = most_tokens(limits, longest), prompt_rungs(limits, longest)
+    if not every:
+        rungs = [size for size in rungs if size <= COMMON_TOKENS or size % LARGE_STEP == 0 or size == rungs[-1]]
     met: set[Size] = set()
     for known in (page_size, -(-SPLIT_CONTEXT // page_size) * page_size):
         if known >= longest:
@@ -126,7 +123,7 @@ def reusing(
         if not may_run([beginnings.of(1)], limits):
             return
         yield None, [beginnings.of(1)]
-        for tokens in sorted([*first, *others]) if every else first:
+        for tokens in rungs:
             own = min(tokens, most, longest - known)
             rest = min(tokens, most) - own
             company = wave(1, 1, rest, vocab_size, longest=longest) if rest and known == page_size else []
