@@ -10,6 +10,7 @@ takes in a layer's keys or in its values.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 import zlib
@@ -134,11 +135,13 @@ class PageCopies:
         staged = max(1, min(STAGED_BYTES // self.page_bytes, num_pages))
         cuda = device.type == "cuda"
         self.device = device
-        self._saving, self._restoring = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
+        self._saving, self._restoring, self._placing = (torch.cuda.Stream(device) if cuda else None for _ in range(3))
         self._leaving, self._arriving = (
             torch.empty((staged, *page), dtype=self._word, device=device) for _ in range(2)
         )
-        """Staged pages, [B, 2, N, W]."""
+        """Staged pages, [B, 2, N, W]. Half of those that arrive are on the bus while the others go to their places."""
+        self._placed = [torch.cuda.Event() for _ in range(2)] if cuda else []
+        """Of each half: its pages are in the pools, so others may arrive."""
         try:
             self._host = torch.empty((num_pages, *page), dtype=self._word)
             if cuda:
@@ -170,7 +173,7 @@ class PageCopies:
         if self._saving is not None:
             self._saving.wait_stream(torch.cuda.current_stream(self.device))
         with self._launching(self._saving, len(pages)) as transfer:
-            for index, staged, copies in self._parts(self._leaving, pages, places):
+            for index, staged, copies in self._parts([self._leaving], pages, places):
                 for half, pool in enumerate(pools):
                     torch.index_select(self._by_page(pool), 0, index, out=staged[:, half])
                 for host, device in copies:
@@ -184,14 +187,31 @@ class PageCopies:
         """Copy places in the host's memory to pages of the pools, which are written once the device has
         passed `after`."""
         with self._launching(self._restoring, len(pages)) as transfer:
-            for index, staged, copies in self._parts(self._arriving, pages, places):
-                for host, device in copies:
-                    device.copy_(host, non_blocking=True)
-                if self._restoring is not None and after is not None:
-                    self._restoring.wait_event(after)
-                for half, pool in enumerate(pools):
-                    self._by_page(pool).index_copy_(0, index, staged[:, half])
+            if self._placing is not None and after is not None:
+                self._placing.wait_event(after)
+            halves = self._arriving.chunk(2)
+            for turn, (index, staged, copies) in enumerate(self._parts(halves, pages, places)):
+                with self._arriving_at(turn % len(halves)):
+                    for host, device in copies:
+                        device.copy_(host, non_blocking=True)
+                with torch.cuda.stream(self._placing):
+                    for half, pool in enumerate(pools):
+                        self._by_page(pool).index_copy_(0, index, staged[:, half])
+                    if self._placing is not None:
+                        self._placed[turn % len(halves)].record()
+            if self._restoring is not None and self._placing is not None:
+                self._restoring.wait_stream(self._placing)
         return transfer
+
+    @contextmanager
+    def _arriving_at(self, half: int) -> Iterator[None]:
+        """Copies to one half of the staged pages: behind what was there, and before what is launched next to place
+        them."""
+        if self._restoring is not None:
+            self._restoring.wait_event(self._placed[half])
+        yield
+        if self._restoring is not None and self._placing is not None:
+            self._placing.wait_stream(self._restoring)
 
     @contextmanager
     def _launching(self, stream: torch.cuda.Stream | None, num_pages: int) -> Iterator[Transfer]:
@@ -201,19 +221,23 @@ class PageCopies:
             transfer.end()
 
     def _parts(
-        self, buffer: Tensor, pages: list[int], places: list[int]
+        self, buffers: Sequence[Tensor], pages: list[int], places: list[int]
     ) -> Iterator[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]]:
-        """As many pages as the buffer holds at a time: their index [B] in the pools, their part of the buffer, and
-        which pieces of the host's memory and of that part belong together."""
+        """As many pages as a buffer holds at a time, the buffers by turns: their index [B] in the pools, their part of
+        the buffer, and which pieces of the host's memory and of that part belong together."""
         numbers = torch.tensor(pages, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         index = numbers.to(self.device, non_blocking=True)
-        for first in range(0, len(pages), len(buffer)):
+        first = 0
+        for buffer in itertools.cycle(buffers):
+            if first >= len(pages):
+                return
             part = places[first : first + len(buffer)]
             staged = buffer[: len(part)]
             copies = [
                 (self._host[part[at] - 1 : part[at] - 1 + count], staged[at : at + count]) for at, count in runs(part)
             ]
             yield index[first : first + len(part)], staged, copies
+            first += len(part)
 
     def _by_page(self, pool: Tensor) -> Tensor:
         """Keys or values of all layers, [N, P S, K, D], as [P, N, W] words."""
@@ -222,7 +246,7 @@ class PageCopies:
 
     def fence(self) -> None:
         """What this thread launches from now on runs behind all copies, those of a launch that failed too."""
-        for stream in (self._saving, self._restoring):
+        for stream in (self._saving, self._restoring, self._placing):
             if stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
