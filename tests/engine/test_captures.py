@@ -297,6 +297,25 @@ def test_no_room_for_more_graphs(
     assert (pretended.captured, runtime.fallbacks, runtime.late_graphs) == (met, 1, 0)
 
 
+def test_what_returns_stays_without_graphs_where_there_is_no_room(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is tried again in traffic, where it would fail a wave."""
+
+    meet = Captures._meet
+
+    def no_room(self: Captures, searches: Any) -> None:
+        if any(search.num_cached for search in searches):
+            raise torch.OutOfMemoryError("no room")
+        meet(self, searches)
+
+    monkeypatch.setattr(Captures, "_meet", no_room)
+    captures = pretended.start()
+    programs = pretended.runtime.core.programs
+    assert captures.fallbacks == 1 and programs.rung(16, 100, 0) == 128
+    assert {splits for _, _, splits in programs.graphed} == {0}
+
+
 SMALL: dict[str, Any] = {"max_beam_width": 30, "max_wave_rows": 100, "max_wave_tokens": 256, "max_total_tokens": 2048}
 
 

@@ -46,7 +46,8 @@ class Captures:
         """Of prompts that have no graph yet, each with a wave that meets it."""
         self._told = False
         self.fallbacks = 0
-        """Forms compiled, and sizes that could not be captured, after warm-up; all larger ones count once."""
+        """Forms compiled after warm-up, and sizes that could not be captured; those that were left after one count with
+        it."""
         self.late_graphs = 0
         """Graphs captured after warm-up, for sizes that it did not meet."""
 
@@ -60,13 +61,14 @@ class Captures:
             return
         self._meet_all(list(warmup.waves(limits, widest, vocab_size, longest)))
         if context.cache is not None:
-            graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(COMMON_TOKENS), CONTEXT_SPLITS))
             for size, searches in warmup.reusing(limits, vocab_size, longest, context.page_size, every):
                 if size is None:
                     with self._uncounted():
                         self._run(searches)
                 elif not self._capture(size, searches):
                     break
+            else:  # more requests together are rare: captured when they come
+                graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(COMMON_TOKENS), CONTEXT_SPLITS))
             context.flush()
         self._larger.extend(warmup.large_prompts(limits, widest, vocab_size, longest))
         while every and self.capture_more():

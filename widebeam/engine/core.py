@@ -40,8 +40,12 @@ class Programs:
     def rung(self, requests: int, tokens: int, splits: int) -> int | None:
         """The rung of `graphed` for so many prompt tokens. Behind prefixes, where a layer is many launches, a larger
         one will do: the least that is not too large."""
-        like, most = (requests, splits), tokens + LARGE_STEP if splits else token_rung(tokens) + 1
-        return min((rows for b, rows, s in self.graphed if (b, s) == like and tokens <= rows < most), default=None)
+        rung = token_rung(tokens)
+        while (requests, rung, splits) not in self.graphed:
+            rung = token_rung(rung + 1)
+            if not splits or rung >= tokens + LARGE_STEP:
+                return None
+        return rung
 
 
 @dataclass
