@@ -10,13 +10,12 @@ import logging
 import math
 import zlib
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -27,7 +26,6 @@ from widebeam.kv.copies import PageCopies, runs
 from widebeam.kv.host import HostTier
 from widebeam.kv.prefix import Prefix
 from widebeam.kv.prefix_cache import PrefixCache
-from widebeam.kv.rates import PrefillRate, restore_pays
 
 CPU = torch.device("cpu")
 Ids = tuple[int, ...]
@@ -361,25 +359,6 @@ def test_slow_restores_are_not_made() -> None:
     assert device.come(*A) == 6 and device.events()["declined"] == 3
 
 
-def test_whether_a_restore_pays() -> None:
-    assert restore_pays(64, 1000, bytes_per_s=1001.0, tokens_per_s=64.0)
-    assert not restore_pays(64, 1000, bytes_per_s=999.0, tokens_per_s=64.0)
-    assert not restore_pays(64, 1000, bytes_per_s=1001.0, tokens_per_s=65.0)
-    assert restore_pays(64, 1000, 1.0, 0.0) and restore_pays(64, 1000, 0.0, 1.0)
-
-
-def test_the_rate_of_prefill_is_that_of_large_waves() -> None:
-    rate = PrefillRate()
-    assert rate.tokens_per_s == 0.0
-    for _ in range(100):
-        rate.note(10_000, 0.1)
-        rate.note(10, 0.01)
-    assert rate.tokens_per_s == pytest.approx(100_000, rel=0.01)
-    for _ in range(400):
-        rate.note(10, 0.01)
-    assert rate.tokens_per_s < 5000, "none has come for long"
-
-
 def test_more_waits_to_be_saved_than_there_is() -> None:
     """The oldest go; what is saved is that of the newest, in pieces of a quarter of the pages."""
     device = Device(num_pages=8, host_pages=2)
@@ -429,15 +408,6 @@ def test_pages_larger_than_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> No
     assert device.come(*ids, 0) == 9 * S and len(device.copies._leaving) == 2
 
 
-@given(st.lists(st.integers(1, 30), unique=True))
-def test_neighbours_are_copied_together(places: list[int]) -> None:
-    """Runs cover a list from end to end, each as long as it can be."""
-    found = [places[first : first + count] for first, count in runs(places)]
-    assert [place for run in found for place in run] == places
-    assert all(run == list(range(run[0], run[0] + len(run))) for run in found)
-    assert all(one[-1] + 1 != two[0] for one, two in pairwise(found))
-
-
 def test_pages_that_came_together_lie_together() -> None:
     """In the host's memory, so that few copies bring them back, also where others lay before."""
     device = Device(num_pages=16, host_pages=12)
@@ -447,36 +417,3 @@ def test_pages_that_came_together_lie_together() -> None:
         device.tier.settle()
     saved = device.tier._index.match(Prefix.of(tokens(*ids), S))
     assert len(saved) == len(pages_of(b"", ids)) - 1 == 3 and list(runs([page.page for page in saved])) == [(0, 3)]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("staged", [1, 2, 5])
-def test_copies_either_way_keep_what_pages_hold(device: str, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More pages than are staged at a time, scattered or side by side, to other pages than they came from, one transfer
-    right behind another."""
-    N, P, words = 3, 40, 64
-    torch.manual_seed(0)
-    page_bytes = 2 * N * words * 8
-    monkeypatch.setattr("widebeam.kv.copies.STAGED_BYTES", staged * page_bytes)
-    copies = PageCopies(N, words * 8, P, torch.device(device))
-    pools = [torch.randint(1 << 40, (N, P * S, words // S), device=device) for _ in range(2)]
-    by_page = [pool.view(N, P, words) for pool in pools]
-    before = [pages.clone() for pages in by_page]
-    rng = np.random.default_rng(staged)
-    for _ in range(5):
-        count = int(rng.integers(1, P // 2))
-        came, went = rng.permutation(P - 1)[: 2 * count].reshape(2, -1) + 1
-        places = np.sort(rng.permutation(P)[:count]) + 1
-        copies.save(pools, came.tolist(), places.tolist())
-        copies.fence()
-        for pages in by_page:
-            pages[:, went] = -1
-        event = None
-        if device == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        copies.restore(pools, went.tolist(), places.tolist(), event)
-        copies.fence()
-        for pages, old in zip(by_page, before, strict=True):
-            old[:, went] = old[:, came]
-            assert torch.equal(pages, old)
