@@ -36,7 +36,7 @@ def layers_of(
         calls += product
     for call in calls:
         call()
-    replay = graph_of(calls).replay if CUDA else lambda: [call() for call in calls]
+    replay = graph_of(calls) if CUDA else lambda: [call() for call in calls]
     return lambda: [replay() for _ in range(layers)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import offline
 import peers
 import pytest
 import report
-from timing import behind
+import torch
+from timing import behind, graph_of
 
 from widebeam.plan.work import Shape, Work
 
@@ -164,6 +166,15 @@ def test_levels_are_timed_behind_prefill() -> None:
     assert layers() is not None
     found = floor.floor(case, TINY, codes=8, behind_prefill=True)
     assert {part["phase"] for part in found["parts"]} == {"prefill", "level 1"} and found["level_ms"][0] > 0
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_what_it_reads() -> None:
+    y = torch.zeros(1 << 20, device="cuda")
+    replay = graph_of([partial(torch.add, torch.ones_like(y), torch.ones_like(y), out=y)])
+    others = [torch.full_like(y, -1.0) for _ in range(4)]
+    replay()
+    assert bool((y == 2).all()) and len(others) == 4
 
 
 def test_bytes_between_products_are_those_of_a_fused_layer() -> None:

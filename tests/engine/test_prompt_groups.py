@@ -16,7 +16,7 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.engine import search as search_module
 from widebeam.engine.compile import compiled_programs
 from widebeam.engine.job import Job
-from widebeam.engine.search import prompt_groups
+from widebeam.engine.search import Group, prompt_groups
 from widebeam.model.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,18 +24,25 @@ LIMIT = 40
 LENGTHS = ([30, 5, 90, 3, 20, 17, 1, 39], [40, 41], [20, 20, 1], [100], [41, 1, 40, 39, 2])
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=20))
-def test_groups_are_as_large_as_the_limit_allows(lengths: list[int]) -> None:
-    searches = [make_search(np.zeros(length), 1) for length in lengths]
+@given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=20))
+def test_groups_are_as_large_as_the_limit_allows(prompts: list[tuple[int, bool]]) -> None:
+    """And of one kind: prompts that begin in ContextKV go by themselves, behind the others."""
+    searches = [make_search(np.zeros(length + 64 * continued), 1) for length, continued in prompts]
+    for search, (_, continued) in zip(searches, prompts, strict=True):
+        search.num_cached = 64 * continued
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_module, "GROUP_TOKENS", LIMIT)
         groups = list(prompt_groups(searches))
-    assert [search for _, group in groups for search in group] == searches
-    assert all(searches[first] is group[0] for first, group in groups)
-    sizes = [sum(search.num_tokens for search in group) for _, group in groups]
-    assert all(size <= LIMIT or len(group) == 1 for size, (_, group) in zip(sizes, groups, strict=True))
-    for (size, (_, _)), (_, (_, following)) in pairwise(zip(sizes, groups, strict=True)):
-        assert size + following[0].num_tokens > LIMIT, "a group ended before it was full"
+    assert [place for group in groups for place in group.places] == sorted(
+        range(len(searches)), key=lambda place: searches[place].num_cached > 0
+    )
+    assert all([searches[place] for place in group.places] == group.searches for group in groups)
+    kinds = [{search.num_cached for search in group.searches} for group in groups]
+    assert all(len(kind) == 1 for kind in kinds)
+    sizes = [sum(search.num_new for search in group.searches) for group in groups]
+    assert all(size <= LIMIT or len(group.places) == 1 for size, group in zip(sizes, groups, strict=True))
+    for (size, kind, _), (_, following, group) in pairwise(zip(sizes, kinds, groups, strict=True)):
+        assert kind != following or size + group.searches[0].num_new > LIMIT, "a group ended before it was full"
 
 
 @pytest.mark.parametrize("graphed", [False, True], ids=["exact", "padded"])
@@ -54,9 +61,9 @@ def test_groups_change_no_result(
     sizes: list[int] = []
     prompt_arrays = search_module.prompt_arrays
 
-    def noting(core: Any, wave: Any, first: int, searches: Any, rows: int) -> Any:
-        sizes.append(len(searches))
-        return prompt_arrays(core, wave, first, searches, rows)
+    def noting(core: Any, wave: Any, group: Group, rows: int) -> Any:
+        sizes.append(len(group.searches))
+        return prompt_arrays(core, wave, group, rows)
 
     monkeypatch.setattr(search_module, "prompt_arrays", noting)
     for lengths in LENGTHS:

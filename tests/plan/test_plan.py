@@ -35,8 +35,10 @@ def test_only_what_is_new_of_a_prompt_is_computed() -> None:
     waves = WaveModel(SHAPES["qwen3-1.7b"], GPUS["h200"], 256, 3)
     cold, warm = waves.time([Prompt(5000)] * 4), waves.time([Prompt(5000, 4900)] * 4)
     assert warm.prefill < cold.prefill / 8 and warm.levels == cold.levels
-    mixed = waves.time([Prompt(5000)] * 2 + [Prompt(5000, 4900)] * 2)
-    assert warm.prefill < mixed.prefill < cold.prefill
+    whole, continued = [Prompt(5000)] * 2, [Prompt(5000, 4900)] * 2
+    assert warm.prefill < waves.time(whole + continued).prefill < cold.prefill
+    apart = waves.work.prefill(whole) + waves.work.prefill(continued)  # as the engine runs them
+    assert waves.work.prefill([*continued, *whole]) == apart
 
 
 def test_slower_gpus_and_float8() -> None:

@@ -116,9 +116,10 @@ def launch_prompts(core: Core, wave: Wave) -> None:
     host launches as fast as the device runs only if they are large. The last layer is planned while the others run.
     """
     programs, device = core.programs, core.state.level.device
-    for first, searches in prompt_groups(wave.searches):
-        rows, splits, graphed = group_size(core, wave, searches)
-        prompts = PackedPrompts(**to_device(prompt_arrays(core, wave, first, searches, rows), device))
+    for group in prompt_groups(wave.searches):
+        searches = group.searches
+        rows, splits, graphed = group_size(core, wave.requests, searches)
+        prompts = PackedPrompts(**to_device(prompt_arrays(core, wave, group, rows), device))
         lengths = [search.num_new for search in searches]
         body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
         plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
@@ -130,57 +131,69 @@ def launch_prompts(core: Core, wave: Wave) -> None:
         last(core, prompts, stream, last_handle)
 
 
-def group_size(core: Core, wave: Wave, searches: list[Search]) -> tuple[int, int, bool]:
+class Group(NamedTuple):
+    """Prompts that go through the network together."""
+
+    places: list[int]
+    """Of each in the wave."""
+    searches: list[Search]
+
+
+def prompt_groups(searches: list[Search]) -> Iterator[Group]:
+    """First the prompts that are computed whole, then those that begin in ContextKV: attention over what is there
+    already would cost the others as much. A group has at most GROUP_TOKENS new tokens, or is one prompt with more."""
+    for continued in (False, True):
+        group, tokens = Group([], []), 0
+        for place, search in enumerate(searches):
+            if bool(search.num_cached) != continued:
+                continue
+            if group.searches and tokens + search.num_new > GROUP_TOKENS:
+                yield group
+                group, tokens = Group([], []), 0
+            group.places.append(place)
+            group.searches.append(search)
+            tokens += search.num_new
+        if group.searches:
+            yield group
+
+
+def group_size(core: Core, requests: int, searches: list[Search]) -> tuple[int, int, bool]:
     """Rows of a group of prompts, padded to those of its graph, or to a rung where a plan is kept for it; in how many
     parts attention cuts what of them is in ContextKV already, 0 if nothing is; and whether graphs replay it."""
-    total, cached = sum(search.num_new for search in searches), [search.num_cached for search in searches]
+    total, shortest = sum(search.num_new for search in searches), min(search.num_cached for search in searches)
     padded = token_rung(total)
-    splits = context_splits(padded, min(cached)) if any(cached) else 0
-    rung = core.programs.rung(wave.requests, total, splits)
+    splits = context_splits(padded, shortest) if shortest else 0
+    rung = core.programs.rung(requests, total, splits)
     return rung or (padded if splits else total), splits, rung is not None
 
 
 def plan_prefixes(core: Core, requests: int, rows: int, splits: int, searches: list[Search]) -> Reuse:
     """How the rows of a group's prompts see what of them is in ContextKV already."""
     S = core.context.page_size
-    cached = [search.num_cached for search in searches]
     plan, handle = core.plans.context(requests, rows, splits, beside=True)
     pages = [search.lease.pages[: search.num_cached // S] if search.lease else [] for search in searches]
-    plan.plan([search.num_new for search in searches], [max(1, count) for count in cached], [p or [0] for p in pages])
+    plan.plan([search.num_new for search in searches], [search.num_cached for search in searches], pages)
     return Reuse(handle, rows * splits)
 
 
-def prompt_groups(searches: list[Search]) -> Iterator[tuple[int, list[Search]]]:
-    """Consecutive searches with at most GROUP_TOKENS new tokens, or one with more, and the place of the first."""
-    first, tokens = 0, 0
-    for b, search in enumerate(searches):
-        if b > first and tokens + search.num_new > GROUP_TOKENS:
-            yield first, searches[first:b]
-            first, tokens = b, 0
-        tokens += search.num_new
-    yield first, searches[first:]
-
-
-def prompt_arrays(core: Core, wave: Wave, first: int, searches: list[Search], rows: int) -> dict[str, np.ndarray]:
-    """The fields of PackedPrompts for a group of the wave's searches, the first of which has row `first`, padded to so
-    many rows."""
+def prompt_arrays(core: Core, wave: Wave, group: Group, rows: int) -> dict[str, np.ndarray]:
+    """The fields of PackedPrompts for a group of the wave's searches, padded to so many rows."""
+    searches = group.searches
     slots = [core.context.slots(search.lease)[search.num_cached :] for search in searches if search.lease]
     lengths = [search.num_new for search in searches]
-    cached = [search.num_cached for search in searches]
-    total, absent = sum(lengths), [0] * (wave.requests - len(searches))
+    absent = [0] * (wave.requests - len(searches))
 
     def packed(parts: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([*parts, np.zeros(rows - total, dtype=np.int64)], dtype=np.int64)
+        return np.concatenate([*parts, np.zeros(rows - sum(lengths), dtype=np.int64)], dtype=np.int64)
 
     spare = core.state.hidden_RH.shape[0] - 1
-    reuses = {"reuses_T": packed([np.repeat(cached, lengths) > 0])} if any(cached) else {}
-    return reuses | {
+    return {
         "tokens_T": packed([search.token_ids[search.num_cached :] for search in searches]),
         "positions_T": packed([np.arange(search.num_cached, search.num_tokens) for search in searches]),
         "slot_T": packed(slots),
         "last_B": np.array([*(np.cumsum(lengths) - 1), *absent], dtype=np.int64),
         "last_slot_B": np.array([*(slot[-1] for slot in slots), *absent], dtype=np.int64),
-        "row_B": np.array([*range(first, first + len(searches)), *(spare for _ in absent)], dtype=np.int64),
+        "row_B": np.array([*group.places, *(spare for _ in absent)], dtype=np.int64),
         "num_requests": np.array(len(wave.searches), dtype=np.int64),
     }
 

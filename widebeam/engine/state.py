@@ -131,7 +131,6 @@ class PackedPrompts:
     last_slot_B: Tensor  # int64, its slot
     row_B: Tensor  # int64, row of BeamState that its hidden state goes to; a spare one for requests that are not there
     num_requests: Tensor  # int64, 0-d, of the whole wave
-    reuses_T: Tensor | None = None  # int64, 1 for rows whose prompt begins in ContextKV already; None: none does
 
 
 @dataclass

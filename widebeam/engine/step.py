@@ -24,10 +24,10 @@ from widebeam.model.qwen3 import Attend, Attention
 
 
 class Reuse(NamedTuple):
-    """How the rows of prompts see the prefixes before them."""
+    """How the rows of prompts see the prefixes before them, which all of these prompts have."""
 
     plan: int
-    """Handle of a ContextPlan over the prefixes' pages; requests without one have a token of page 0."""
+    """Handle of a ContextPlan over the prefixes' pages."""
     query_rows: int
     """The rows times the parts in which it cuts prefixes."""
 
@@ -50,7 +50,7 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | No
             out_TQD, lse_TQ = prefill_attention(q[:rows], k_TKD, attention.values(qkv), plan)
             if reuse is None:
                 return rows_for(attention, out_TQD)
-            return _behind_prefixes(core, prompts, reuse, q, out_TQD, lse_TQ, pools, scales)
+            return _behind_prefixes(core, prompts.slot_T, reuse, q, out_TQD, lse_TQ, pools, scales)
 
         return attend
 
@@ -117,7 +117,7 @@ def _over_context(q: Tensor, pools: Pools, scales: Scales, plan: int) -> tuple[T
 
 def _behind_prefixes(
     core: Core,
-    prompts: PackedPrompts,
+    slot_T: Tensor,
     reuse: Reuse,
     q: Tensor,
     out_TQD: Tensor,
@@ -126,13 +126,9 @@ def _behind_prefixes(
     scales: Scales,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the rows' own prompt merged with that over the prefix before it, as the output projection takes
-    it. Rows of requests without one attend to something there that does not count."""
+    it."""
     before, lse_before = _over_context(q, pools, scales, reuse.plan)
-    T, Q, _ = out_TQD.shape
-    assert prompts.reuses_T is not None
-    unused_T1 = (prompts.reuses_T == 0)[:, None]
-    lse_before = lse_before.view(-1, T, Q).masked_fill(unused_T1, -torch.inf).view(-1, Q)
-    nothing_TJ = prompts.slot_T[:, None][:, :0]
+    nothing_TJ = slot_T[:, None][:, :0]
     return merge_beams(
         q, torch.cat((out_TQD, before)), torch.cat((lse_TQ, lse_before)), *pools, nothing_TJ, core.state.level,
         core.model.config.head_dim**-0.5, core.plans.lse_scale, core.model.layers.self_attn.o_proj.quantized,

@@ -82,9 +82,9 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Ite
     yield from (searches for searches in candidates() if may_run(searches, limits))
 
 
-def prompt_rungs(limits: WaveLimits, longest: int) -> list[int]:
-    """Rungs of prompt tokens that a group can have, where prompts have `longest` at most."""
-    return [token_rung(tokens) for tokens in token_rungs(most_tokens(limits, longest))]
+def prompt_rungs(most: int) -> list[int]:
+    """Rungs of prompt tokens that a group can have, with so many at most."""
+    return [token_rung(tokens) for tokens in token_rungs(most)]
 
 
 def most_tokens(limits: WaveLimits, longest: int) -> int:
@@ -97,8 +97,9 @@ def large_prompts(
 ) -> Iterator[tuple[Size, list[Search]]]:
     """Waves that meet the rungs of prompt tokens over COMMON_TOKENS, the smallest first, each with its size."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
-    for tokens in prompt_rungs(limits, longest):
-        searches = wave(1, widest, min(tokens, most_tokens(limits, longest)), vocab_size, longest=longest)
+    most = most_tokens(limits, longest)
+    for tokens in prompt_rungs(most):
+        searches = wave(1, widest, min(tokens, most), vocab_size, longest=longest)
         if tokens > COMMON_TOKENS and may_run(searches, limits):
             yield (request_rung(len(searches)), tokens, 0), searches
 
@@ -106,15 +107,12 @@ def large_prompts(
 def reusing(
     limits: WaveLimits, vocab_size: int, longest: int, page_size: int, every: bool
 ) -> Iterator[tuple[Size | None, list[Search]]]:
-    """Waves that begin with a prompt whose own beginning, short or long, one before left in ContextKV: `every` rung of
-    new tokens, or up to COMMON_TOKENS each, then one of eight and the largest.
+    """Waves of prompts whose beginnings, short or long, one before left in ContextKV: `every` rung of new tokens, or up
+    to COMMON_TOKENS each, then one of eight and the largest.
 
     With each its size; None with a prompt that only leaves its pages.
     """
     longest -= LEVELS
-    most, rungs = most_tokens(limits, longest), prompt_rungs(limits, longest)
-    if not every:
-        rungs = [size for size in rungs if size <= COMMON_TOKENS or size % LARGE_STEP == 0 or size == rungs[-1]]
     met: set[Size] = set()
     for known in (page_size, -(-SPLIT_CONTEXT // page_size) * page_size):
         if known >= longest:
@@ -123,14 +121,17 @@ def reusing(
         if not may_run([beginnings.of(1)], limits):
             return
         yield None, [beginnings.of(1)]
+        own = longest - known
+        most = min(most_tokens(limits, longest), limits.requests * own)
+        rungs = prompt_rungs(most)
         for tokens in rungs:
-            own = min(tokens, most, longest - known)
-            rest = min(tokens, most) - own
-            company = wave(1, 1, rest, vocab_size, longest=longest) if rest and known == page_size else []
-            searches = [replace(beginnings.of(own), num_cached=known), *company]
-            size = request_rung(len(searches)), tokens, context_splits(tokens, 0 if company else known)
-            reached = token_rung(sum(search.num_new for search in searches)) == tokens
-            if reached and size not in met and may_run(searches, limits):
+            if not every and tokens > COMMON_TOKENS and tokens % LARGE_STEP and tokens < rungs[-1]:
+                continue
+            full, rest = divmod(min(tokens, most), own)
+            parts = [own] * full + [rest] * (rest > 0)
+            searches = [replace(beginnings.of(part), num_cached=known) for part in parts]
+            size = request_rung(len(searches)), tokens, context_splits(tokens, known)
+            if size not in met and may_run(searches, limits):
                 met.add(size)
                 yield size, searches
 

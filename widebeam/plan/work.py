@@ -104,6 +104,11 @@ class Work:
         return [part for level in range(1, tokens) for part in self.level(level, rows, B, contexts // B)]
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Part]:
+        """Of the prompts without a prefix in the cache, and then of those with one: each kind goes by itself."""
+        kinds = ([prompt for prompt in prompts if (prompt.cached > 0) == found] for found in (False, True))
+        return [part for alike in kinds if alike for part in self._prefill(alike)]
+
+    def _prefill(self, prompts: Sequence[Prompt]) -> list[Part]:
         """All layers but the last over all T tokens; of the last, k and v of all, the rest for the prompts' ends."""
         H, N, Q, K, D, _, _ = self.shape
         B, T = len(prompts), sum(prompt.context - prompt.cached for prompt in prompts)
@@ -166,18 +171,12 @@ class Work:
         return min(ways)
 
     def _prompt_attention_ms(self, prompts: Sequence[Prompt]) -> float:
-        """New tokens over themselves, and over what the cache has before them; prompts of each kind at their mean."""
+        """New tokens over themselves, and over what the cache has before them, for prompts of mean length."""
         _, _, Q, K, D, _, _ = self.shape
-        ms = 0.0
-        for found in (False, True):
-            alike = [prompt for prompt in prompts if (prompt.cached > 0) == found]
-            if alike:
-                cached = sum(prompt.cached for prompt in alike) // len(alike)
-                new = sum(prompt.context for prompt in alike) // len(alike) - cached
-                ms += self.timer.prefill_attention_ms(len(alike), new, Q, K, D)
-                if found:
-                    ms += self.timer.context_attention_ms(len(alike), new, cached, Q, K, D)
-        return ms
+        cached = sum(prompt.cached for prompt in prompts) // len(prompts)
+        new = sum(prompt.context for prompt in prompts) // len(prompts) - cached
+        ms = self.timer.prefill_attention_ms(len(prompts), new, Q, K, D)
+        return ms + (self.timer.context_attention_ms(len(prompts), new, cached, Q, K, D) if cached else 0.0)
 
     def _head(self, phase: str, R: int) -> list[Part]:
         """Float32 logits, written by the product and read once."""
