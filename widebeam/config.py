@@ -65,6 +65,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     warmup: Literal["none", "fast", "full"] = "fast"
     """What a GPU compiles and captures before the first request. fast: the common shapes, products by cuBLAS. full:
     products autotuned for each shape, which takes long. none: every shape when it first comes."""
+    warmup_policies: bool = False
+    """Compile what policies need as well (score_margin and nucleus, diverse, stochastic): else the first request with
+    one waits for that, and others with it. --warmup full does it anyway."""
     max_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = MAX_BEAM_WIDTH
     """Widest beam that a request may ask for."""
     default_beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] = 64

@@ -27,7 +27,7 @@ GROUPS = {
     "Prefix cache": "prefix_cache prefix_cache_eviction prefix_cache_host_gib check_host_pages",
     "Scheduling": "max_wave_tokens max_wave_rows max_wave_requests max_waiting_requests max_waiting_rows "
     "max_waiting_row_levels max_waiting_tokens hang_timeout_s",
-    "Compiling": "enforce_eager warmup",
+    "Compiling": "enforce_eager warmup warmup_policies",
     "Several GPUs": "tensor_parallel_size",
 }
 """The engine's settings by what they are about."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +27,14 @@ from widebeam.engine.compile import compiled_programs
 from widebeam.engine.job import Job
 from widebeam.engine.leases import acquire
 from widebeam.engine.memory import least_sizes
+from widebeam.engine.request import SearchResult
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.shapes import token_rung
 from widebeam.errors import OutOfMemory
 from widebeam.kv.prefix import Prefix
 from widebeam.model.config import load_model_config
 from widebeam.model.tokenizer import Tokenizer
+from widebeam.policies import PolicySpec, level_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LONGEST = 300
@@ -164,6 +166,26 @@ def test_no_graph_is_made_after_warm_up(checkpoint: Path, tmp_path: Path, preten
     assert runtime.core.beams.high_water == 0  # no wave ran
     soak(runtime, update, 30, 1, pretended.vocab_size)
     assert (runtime.fallbacks, pretended.captured) == (0, captured)
+
+
+def test_policies_are_compiled_at_start(
+    checkpoint: Path, catalog_file: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that is wanted: each policy's first request, wider than in warm-up, compiles nothing."""
+    runtime, recorder = pretended.runtime, pretended.recorder
+    monkeypatch.setattr(Runtime, "_warms_up_policies", True)
+    pretended.start()
+    catalog = Catalog.load(catalog_file, token_id=Tokenizer(checkpoint).token_id)
+    runtime.add_catalog(catalog)
+    compiled = len(recorder.compiled)
+    for name, fields in {
+        "fixed": {}, "score_margin": {"margin": 2.5}, "nucleus": {"mass": 0.5}, "diverse": {"cap": 2}, "stochastic": {},
+    }.items():  # fmt: skip
+        plan = level_plan(PolicySpec(name=name, **fields), 3, 12)  # type: ignore[arg-type]
+        search = replace(make_search(np.arange(20), 12, 12, catalog=catalog), plan=plan)
+        found = runtime.run([Job(search, 0.0, None)])[0].result
+        assert isinstance(found, SearchResult) and found.sequences
+    assert len(recorder.compiled) == compiled
 
 
 def test_large_prompts_are_captured_later(pretended: Pretended) -> None:

@@ -31,7 +31,8 @@ from tests.engine.warm_waves import (
 from widebeam.constraints.index import CatalogIndex
 from widebeam.engine import warmup
 from widebeam.engine.scheduler import Load, WaveLimits
-from widebeam.engine.wave import Search
+from widebeam.engine.wave import Search, Wave
+from widebeam.policies import LevelPlan
 
 ROWS = warmup.row_rungs(8192)
 seeds = st.integers(0, 10**6)
@@ -155,6 +156,20 @@ def test_catalogs_that_can_fill_the_widest_beam(setting: Setting, catalog: Any, 
 def test_any_catalog_with_one_request_at_a_time(setting: Setting, catalog: Any, seed: int) -> None:
     widest = max(size for size in ROWS if size <= min(setting.widest, setting.vocab_size))
     assert_met(setting, seed, widest=widest, catalog=catalog, most=1)
+
+
+def test_what_policies_need_is_met_if_that_is_wanted() -> None:
+    limits = WaveLimits(
+        requests=16, tokens=20_480, rows=1024, context_pages=9999, beam_slots=8192, mask_places=0, page_size=64
+    )
+    forms = [
+        {Wave(searches, limits.rows).form for searches in warmup.waves(limits, 256, 151_936, 5000, policies)}
+        for policies in (False, True)
+    ]
+    asked = [{"margin": 1.0}, {"mass": 0.5}, {"cap": 3}, {"noise": True}]
+    searches = [replace(make_search(np.zeros(5), 9), plan=LevelPlan((9,) * 3, **fields)) for fields in asked]  # type: ignore[arg-type]
+    needed = {Wave([search], limits.rows).form for search in searches}
+    assert len(needed) == 3 and not needed & forms[0] and needed <= forms[1]
 
 
 def test_later_versions_warm_up_what_is_new_about_them() -> None:

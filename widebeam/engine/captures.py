@@ -51,7 +51,7 @@ class Captures:
         self.late_graphs = 0
         """Graphs captured after warm-up, for sizes that it did not meet."""
 
-    def start(self, widest: int, vocab_size: int, longest: int) -> None:
+    def start(self, widest: int, vocab_size: int, longest: int, policies: bool = False) -> None:
         """The first warm-up, over any token. Larger prompts follow while nobody waits, or now if all is to be met."""
         context, graphed = self._core.context, self._core.programs.graphed
         limits, every = self._limits, self._mode == "full"
@@ -59,7 +59,7 @@ class Captures:
             splits = (0,) if context.cache is None else (0, *CONTEXT_SPLITS)
             graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(GROUP_TOKENS), splits))
             return
-        self._meet_all(list(warmup.waves(limits, widest, vocab_size, longest)))
+        self._meet_all(list(warmup.waves(limits, widest, vocab_size, longest, policies)))
         if context.cache is not None:
             for size, searches in warmup.reusing(limits, vocab_size, longest, context.page_size, every):
                 if size is None:

@@ -106,7 +106,8 @@ class Runtime:
         self._captures: Captures | None = None
         if self._compiles and shard.rank == 0:  # the others capture what it runs
             self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
-            self._captures.start(config.max_beam_width, model_config.vocab_size, max_context_len)
+            widest, vocab_size = config.max_beam_width, model_config.vocab_size
+            self._captures.start(widest, vocab_size, max_context_len, self._warms_up_policies)
         self.prefixes = Prefixes(self.core)
         if host_pages is not None:
             self.core.tier = HostTier(self.core.context, host_pages, config.prefix_cache_eviction)
@@ -166,13 +167,17 @@ class Runtime:
             return
         normalizers: tuple[Normalizer, ...] = ("level", "legal", "vocab")
         used = normalizers if self.config.warmup == "full" else normalizers[:1]
-        limits, vocab_size = self.limits, self._model_config.vocab_size
-        waves = warmup.catalog_waves(limits, self.config.max_beam_width, vocab_size, catalog, used)
+        limits, vocab_size, policies = self.limits, self._model_config.vocab_size, self._warms_up_policies
+        waves = warmup.catalog_waves(limits, self.config.max_beam_width, vocab_size, catalog, used, policies)
         try:
             self._captures.add(waves)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             raise OutOfMemory(f"the GPU has no room for the graphs of catalog {catalog.name!r}") from None
+
+    @property
+    def _warms_up_policies(self) -> bool:
+        return self.config.warmup_policies or self.config.warmup == "full"
 
     def capture_more(self) -> bool:
         """For when nobody waits: see Captures.capture_more."""

@@ -32,10 +32,13 @@ from widebeam.engine.shapes import (
 from widebeam.engine.wave import Search, Wave, narrowed
 from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.kv.prefix import Prefix, prefix_keys
+from widebeam.policies import LevelPlan
 
 LEVELS = 3
 """A first level, one between and a last one."""
 SALT = b"warm-up"
+PLANS = (LevelPlan((), margin=8.0), LevelPlan((), cap=1), LevelPlan((), noise=True, seed=0))
+"""One for each form of a level's step that policies ask for."""
 
 
 def row_rungs(limit: int) -> list[int]:
@@ -53,9 +56,12 @@ def row_sizes(limits: WaveLimits, widest: int, levels: int) -> list[int]:
     return [size for size in least if size <= limits.requests * widest]
 
 
-def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Iterator[list[Search]]:
+def waves(
+    limits: WaveLimits, widest: int, vocab_size: int, longest: int, policies: bool = False
+) -> Iterator[list[Search]]:
     """Waves over any token, which meet every rung of rows with and without stop tokens, and where some searches end
-    before others; between them every rung of prompt tokens up to COMMON_TOKENS; contexts that are cut; greedy text."""
+    before others; between them every rung of prompt tokens up to COMMON_TOKENS; contexts that are cut; greedy text.
+    With `policies`, too, what these need is compiled."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
     rows = row_sizes(limits, widest, LEVELS)
     if not rows:
@@ -78,6 +84,8 @@ def waves(limits: WaveLimits, widest: int, vocab_size: int, longest: int) -> Ite
             pair = max(size, 2)  # two at least
             yield wave(pair, min(widest, -(-pair // 2)), 1, vocab_size, levels=(LEVELS, LEVELS - 1))
         yield wave(1, 1, 1, vocab_size, stops=True)
+        if policies:
+            yield from planned(wave(1, 1, 1, vocab_size))
 
     yield from (searches for searches in candidates() if may_run(searches, limits))
 
@@ -155,11 +163,22 @@ def may_run(searches: list[Search], limits: WaveLimits) -> bool:
     return load.fits(limits if len(searches) > 1 else replace(limits, tokens=load.tokens))
 
 
+def planned(searches: list[Search]) -> Iterator[list[Search]]:
+    """The wave by each of PLANS."""
+    for plan in PLANS:
+        yield [replace(search, plan=plan) for search in searches]
+
+
 def catalog_waves(
-    limits: WaveLimits, widest: int, vocab_size: int, catalog: Catalog, normalizers: tuple[Normalizer, ...]
+    limits: WaveLimits,
+    widest: int,
+    vocab_size: int,
+    catalog: Catalog,
+    normalizers: tuple[Normalizer, ...],
+    policies: bool = False,
 ) -> Iterator[list[Search]]:
     """Waves over a catalog, which meet every rung of rows that it can fill, for each of the normalisers; and one with
-    filters, so that what they need is compiled."""
+    filters, so that what they need is compiled, and the same for `policies`."""
     widest, levels = min(widest, vocab_size), (catalog.depth,)
     filled = wave(widest, widest, 1, vocab_size, levels=levels, catalog=catalog)[0].rows
     for size in row_sizes(limits, filled, catalog.depth):
@@ -168,8 +187,11 @@ def catalog_waves(
             yield from ([replace(search, normalizer=name) for search in searches] for name in normalizers)
     one = wave(1, 1, 1, vocab_size, levels=levels, catalog=catalog)
     if may_run(one, limits):
+        one = [replace(search, normalizer=normalizers[0]) for search in one]
         mask = ItemMask.everything(catalog.num_items)
-        yield [replace(narrowed(search, mask), normalizer=normalizers[0]) for search in one]
+        yield [narrowed(search, mask) for search in one]
+        if policies:
+            yield from planned(one)
 
 
 def unmet(waves: Iterable[list[Search]], met: set[Hashable], limits: WaveLimits) -> Iterator[list[Search]]:

@@ -172,15 +172,23 @@ class Wave:
         return {"place_B1": place_B1}
 
     @property
+    def form(self) -> tuple[bool, ...]:
+        """Which parts of `advance` run that few searches ask for: filters, what gives beams up, caps, noise, and tokens
+        that are never generated."""
+        plans = [search.plan for search in self.searches if search.plan is not None]
+        prunes, caps = any(plan.prunes for plan in plans), any(plan.cap is not None for plan in plans)
+        return bool(self.masks), prunes, caps, self.noisy, any(search.special_token_ids for search in self.searches)
+
+    @property
     def graphs(self) -> set[Hashable]:
         """What its levels run, each as all that its compiled form and its captured graph depend on: sizes, and choices
-        that are no data. Rarer choices of `advance` (policies, suppressed tokens) are left out."""
-        depth, masked = depth_rung(self.num_levels), bool(self.masks)
+        that are no data."""
+        depth = depth_rung(self.num_levels)
         forward: set[Hashable] = {
             ("rows", self.requests, self.decoded(level), self.splits(level), self.shapes[level].depth)
             for level in range(1, self.num_levels)
         }
-        return forward | {("advance", shape, depth, masked) for shape in self.shapes}
+        return forward | {("advance", shape, depth, self.form) for shape in self.shapes}
 
     def rows(self, level: int) -> list[int]:
         """Live rows of each request after `level`: those that go on to the next one."""
