@@ -2,6 +2,7 @@
 
     python bench/offline.py CHECKPOINT --cases 1000x1 5000x4 5000x4x512 [--catalog FILE] [--save FILE.json]
     python bench/offline.py CHECKPOINT --matrix --floor [--quantization fp8] --save FILE.json
+    python bench/offline.py CHECKPOINT --cases 1000x4 --policy '{"name": "fixed"}' '{"name": "diverse", "cap": 4}'
 
 A case is CONTEXTxREQUESTS[xWIDTH[xTOKENS]]: prompts of that length, prefilled together and searched as one wave, token
 ids from a fixed seed. Without a catalog every token is legal and scores are normalised over the vocabulary; with one,
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from floor import Case, floor
@@ -45,6 +47,7 @@ from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.errors import OutOfMemory
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.plan.work import Shape
+from widebeam.policies import PolicySpec, level_plan
 
 WARM_UP = 3
 LEAST_ROWS = 8192
@@ -63,10 +66,11 @@ class Bench(NamedTuple):
     waves: dict[str, tuple[Case, list[Job]]]
 
 
-def make_jobs(case: Case, catalog: Catalog | None, vocab_size: int) -> list[Job]:
+def make_jobs(case: Case, catalog: Catalog | None, vocab_size: int, policy: PolicySpec | None = None) -> list[Job]:
     """The requests of one wave."""
     rng = np.random.default_rng(0)
-    widths = bound_widths((case.width,) * case.tokens, catalog, vocab_size)
+    plan = level_plan(policy, case.tokens, case.width)
+    widths = bound_widths(plan.widths, catalog, vocab_size, plan.cap)
     return [
         Job(
             Search(
@@ -79,6 +83,7 @@ def make_jobs(case: Case, catalog: Catalog | None, vocab_size: int) -> list[Job]
                 join=join_factor(catalog, greedy=False, has_stops=False),
                 stop_token_ids=(),
                 length_penalty=1.0,
+                plan=None if plan.only_widths else plan,
             ),
             submitted_at=time.monotonic(),
             deadline=None,
@@ -97,7 +102,10 @@ def prepare(arguments: argparse.Namespace) -> Bench:
     for name in cases_of(shape) if arguments.matrix else arguments.cases:
         case = Case.parse(name, arguments.width, arguments.tokens)
         case = case if catalog is None else case._replace(tokens=catalog.depth)
-        waves[name] = (case, make_jobs(case, catalog, model.vocab_size))
+        for policy in arguments.policy or [None]:
+            wave = name if policy is None else f"{name} {policy.name}"
+            alike = case._replace(width=max(policy.widths)) if policy is not None and policy.widths else case
+            waves[wave] = (alike, make_jobs(alike, catalog, model.vocab_size, policy))
     runtime = make_runtime(arguments, folder, model, waves, 0 if catalog is None else device_bytes(catalog))
     if catalog is not None:
         runtime.add_catalog(catalog)
@@ -233,6 +241,11 @@ def add_floors(cases: dict[str, dict[str, Any]], bench: Bench, *, fp8: bool) -> 
                 found |= {"floor": best, "over_floor": found["total_ms"] / best["total_ms"]}
 
 
+def policy(text: str) -> PolicySpec:
+    """As a request has it, in JSON."""
+    return msgspec.json.decode(text, type=PolicySpec)
+
+
 def options(doc: str | None) -> argparse.ArgumentParser:
     """What every benchmark of a runtime can be told."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -242,6 +255,10 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--catalog", type=Path)
+    parser.add_argument(
+        "--policy", nargs="+", metavar="JSON", type=policy,
+        help='each case by each of these, as in a request: \'{"name": "diverse", "cap": 4}\'',
+    )  # fmt: skip
     parser.add_argument("--enforce-eager", action="store_true", help="neither compiled functions nor graphs")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--dtype", default="auto")

@@ -136,6 +136,18 @@ def test_offline_measures_a_matrix_and_writes_both_files(checkpoint: Path, tmp_p
     assert set(rows_of((tmp_path / "made.md").read_text())) == {"20x1", "16x2x8x2"}
 
 
+def test_offline_compares_policies(checkpoint: Path) -> None:
+    policies = ['{"name": "scheduled", "widths": [2, 6, 3]}', '{"name": "diverse", "cap": 1}']
+    chosen = offline.options("").parse_args(
+        [str(checkpoint), "--cases", "20x2", "--width", "4", "--repeats", "1", "--policy", *policies]
+    )
+    chosen.floor = False
+    returned = {name: case["returned"] for name, case in offline.run(chosen)["cases"].items()}
+    assert returned == {"20x2 scheduled": 3, "20x2 diverse": 4}
+    with pytest.raises(SystemExit):
+        offline.options("").parse_args([str(checkpoint), "--policy", '{"name": 3}'])
+
+
 def test_a_case_takes_what_it_does_not_say_from_the_options() -> None:
     assert floor.Case.parse("5000x4") == (5000, 4, 256, 3)
     assert floor.Case.parse("5000x4", 32, 5) == (5000, 4, 32, 5)
