@@ -32,7 +32,9 @@ from widebeam.engine.runtime import Runtime
 from widebeam.engine.shapes import token_rung
 from widebeam.errors import OutOfMemory
 from widebeam.kv.prefix import Prefix
+from widebeam.model.attention import Plans
 from widebeam.model.config import load_model_config
+from widebeam.model.reference import TorchBackend
 from widebeam.model.tokenizer import Tokenizer
 from widebeam.policies import PolicySpec, level_plan
 
@@ -413,6 +415,42 @@ def test_the_waves_that_measure_the_work_space_fit(
     runtime._run_largest_waves(least_sizes(runtime.config, 512))
     tokens = runtime.config.max_wave_tokens
     assert max(lengths[0]) <= 512 and tokens - len(lengths[0]) * runtime.config.page_size < sum(lengths[0]) <= tokens
+
+
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_no_plan_is_larger_than_those_of_the_waves_that_measure(
+    checkpoint: Path, uncompiled: None, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention-2's room grows with rows and requests, and each plan keeps the one that it was made with."""
+    sizes: list[tuple[int, int]] = []
+    prefill_plan, context_plan = TorchBackend.prefill_plan, TorchBackend.context_plan
+
+    def prefill(self: TorchBackend, requests: int, rows: int | None) -> Any:
+        sizes.append((rows or 0, requests))
+        return prefill_plan(self, requests, rows)
+
+    def context(self: TorchBackend, requests: int, rows: int, splits: int, beside: bool) -> Any:
+        sizes.append((splits * rows, requests))
+        return context_plan(self, requests, rows, splits, beside)
+
+    monkeypatch.setattr(TorchBackend, "prefill_plan", prefill)
+    monkeypatch.setattr(TorchBackend, "context_plan", context)
+    make_large(monkeypatch, 256, 480)
+    settings = SMALL | {"max_wave_tokens": 1000, "max_total_tokens": 8192, "max_wave_requests": 70}
+    runtime = make_runtime(checkpoint, LONGEST, prefix_cache=cache, page_size=8, **settings)
+    while runtime.capture_more():
+        pass
+    for _ in range(2):
+        searches = [make_search(np.arange(14) * (b + 1) % 50, 1) for b in range(70)]
+        for search in searches:
+            search.prefix = Prefix.of(search.token_ids, 8)
+        runtime.run([Job(search, 0.0, None) for search in searches])
+    later = sizes.copy()
+    sizes.clear()
+    monkeypatch.setattr(runtime, "_plans", Plans(runtime._plans._backend))
+    runtime._run_largest_waves(least_sizes(runtime.config, LONGEST))
+    assert len(later) > 10
+    assert not [size for size in later if not any(all(np.less_equal(size, most)) for most in sizes)]
 
 
 def noting(lengths: list[list[int]], acquire: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

@@ -186,6 +186,11 @@ def test_prompts_that_begin_alike_share_pages(both: Both) -> None:
         found = both.check(lambda _, search=search, tokens=tokens: [replace(search, prefix=Prefix.of(tokens, PAGE))])
         hits.append(found[0].cached_tokens)
     assert hits == [0, 3 * PAGE]
+    mixed = [prompt(both, 12), np.append(common, prompt(both, 13, 5)), prompt(both, 14, 9)]
+    searches = [make_search(tokens, 4 + b, levels=3) for b, tokens in enumerate(mixed)]
+    for search in searches:
+        search.prefix = Prefix.of(search.token_ids, PAGE)
+    assert [result.cached_tokens for result in both.check(lambda _: searches)] == [0, 3 * PAGE, 0]
 
 
 def test_shorter_waves_pass_a_long_one(both: Both) -> None:

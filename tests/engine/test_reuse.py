@@ -26,7 +26,7 @@ PAGE = 8
 
 @pytest.fixture(params=["as they are", "for graphs"])
 def warm(checkpoint: Path, request: pytest.FixtureRequest) -> Runtime:
-    runtime = make_runtime(checkpoint, prefix_cache="on", page_size=PAGE, max_total_tokens=4096)
+    runtime = make_runtime(checkpoint, prefix_cache="on", page_size=PAGE, max_total_tokens=4096, max_wave_requests=20)
     if request.param == "for graphs":  # padded, and by way of the buffer between body and last layer
         runtime.core.programs = compiled_programs(runtime.core, lambda function: function)
     return runtime
@@ -34,7 +34,7 @@ def warm(checkpoint: Path, request: pytest.FixtureRequest) -> Runtime:
 
 @pytest.fixture
 def cold(checkpoint: Path) -> Runtime:
-    return make_runtime(checkpoint, page_size=PAGE, max_total_tokens=4096)
+    return make_runtime(checkpoint, page_size=PAGE, max_total_tokens=4096, max_wave_requests=20)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -91,6 +91,17 @@ def test_company(warm: Runtime, cold: Runtime, checkpoint: Path, tmp_path: Path)
             assert [search.num_cached for search in searches] == [32, 2 * PAGE, 0, 0, 2 * PAGE, 0]
         else:
             assert [search.num_cached for search in searches] == [32, 2 * PAGE, PAGE, PAGE, 3 * PAGE, 64]
+
+
+def test_company_in_groups(warm: Runtime, cold: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests than the least rung has, in several groups of either kind; one that is larger than a group, too."""
+    monkeypatch.setattr("widebeam.engine.search.GROUP_TOKENS", 40)
+    known = [prompt(length, length) for length in (17, 30, 90)]
+    run(warm, [sharing(tokens) for tokens in known])
+    mixed = [np.append(known[b % 3], prompt(1 + 5 * b, b)) if b % 3 else prompt(1 + 3 * b, b) for b in range(20)]
+    searches = [sharing(tokens, 3) for tokens in mixed]
+    assert_same(run(warm, searches), run(cold, [make_search(tokens, 3) for tokens in mixed]))
+    assert [search.num_cached for search in searches] == [(0, 3 * PAGE, 11 * PAGE)[b % 3] for b in range(20)]
 
 
 def test_salts_share_nothing(warm: Runtime) -> None:

@@ -101,7 +101,7 @@ def graph_keys(searches: list[Search], limits: WaveLimits) -> set[Hashable]:
     wave = Wave(searches, limits.rows)
     keys: set[Hashable] = set()
     for group in prompt_groups(wave.searches):
-        tokens = token_rung(sum(search.num_tokens for search in group.searches))
+        tokens = token_rung(sum(search.num_new for search in group.searches))
         if tokens <= COMMON_TOKENS:
             keys.add(("prompts", wave.requests, tokens))
     keys |= wave.graphs

@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import zlib
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.kv.test_prefix import PROMPT, S, pages_of, tokens
 from tests.model.test_attention import CONFIG
 from widebeam.kv.context import ContextKV, ContextLease
-from widebeam.kv.copies import PageCopies, runs
+from widebeam.kv.copies import PageCopies, Transfer, runs
 from widebeam.kv.host import HostTier
 from widebeam.kv.prefix import Prefix
 from widebeam.kv.prefix_cache import PrefixCache
@@ -53,14 +56,56 @@ class Prompt:
         return [float(zlib.crc32(repr(beginning).encode()) % (1 << 24)) for beginning in pages_of(self.salt, self.ids)]
 
 
+class LateTransfer(Transfer):
+    """One that is made when it is waited for, or before: in turn with others of its way."""
+
+    def __init__(self, launched: deque[LateTransfer], num_bytes: int, make: Callable[[], object]) -> None:
+        super().__init__(num_bytes, None)
+        self._launched, self._make = launched, make
+        launched.append(self)
+
+    @property
+    def done(self) -> bool:
+        return self not in self._launched
+
+    def wait(self) -> None:
+        while not self.done:
+            self._launched.popleft()._make()
+
+    precede = wait
+
+
+class LateCopies(PageCopies):
+    """As on the streams of a GPU, where copies are over some time after they were launched."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.saves, self.restores = deque[LateTransfer](), deque[LateTransfer]()
+
+    def save(self, pools: Any, pages: list[int], places: list[int]) -> Transfer:
+        make = partial(super().save, pools, pages, places)
+        return LateTransfer(self.saves, len(pages) * self.page_bytes, make)
+
+    def restore(self, pools: Any, pages: list[int], places: list[int], after: Any) -> Transfer:
+        make = partial(super().restore, pools, pages, places, after)
+        return LateTransfer(self.restores, len(pages) * self.page_bytes, make)
+
+
 class Device:
     """A pool with a host tier, used as waves use it."""
 
-    def __init__(self, num_pages: int = 8, host_pages: int = 12, check: bool = False, rate: float = math.inf) -> None:
+    def __init__(
+        self,
+        num_pages: int = 8,
+        host_pages: int = 12,
+        check: bool = False,
+        rate: float = math.inf,
+        copies: type[PageCopies] = PageCopies,
+    ) -> None:
         self.cache = PrefixCache(S)
         self.pool = ContextKV(CONFIG, num_pages, S, torch.float32, CPU, self.cache)
         layer_bytes = self.pool.page_bytes // (2 * CONFIG.num_layers)
-        self.copies = PageCopies(CONFIG.num_layers, layer_bytes, host_pages, CPU, check)
+        self.copies = copies(CONFIG.num_layers, layer_bytes, host_pages, CPU, check)
         self.copies.bytes_per_s = rate
         self.tier = HostTier(self.pool, self.copies)
 
@@ -243,6 +288,30 @@ def test_what_was_pushed_out_comes_back() -> None:
     assert device.events() == {"pages": 3, "saved": 3, "restored": 3}
     device.push_out()
     assert device.come(*A[:4], 9, 9, 0) == 4, "as far as it begins alike"
+
+
+@pytest.mark.parametrize("copies", [PageCopies, LateCopies])
+def test_many_come_back(copies: type[PageCopies]) -> None:
+    """With few pages at either end; late copies are over at any moment, or when somebody has to wait for them."""
+    restored = 0
+    for seed in range(30):
+        rng, held = np.random.default_rng(seed), list[ContextLease]()
+        device = Device(int(rng.integers(4, 12)), int(rng.integers(4, 20)), copies=copies)
+        for _ in range(100):
+            prompts = [Prompt((0, int(rng.integers(5))) * int(rng.integers(1, 4)) + (0,)) for _ in range(2)]
+            device.tier.prefetch(prompts[: rng.integers(3)])
+            if rng.random() < 0.6 and (lease := device.acquire(prompts[0])) is not None:
+                held.append(lease)
+            elif held:
+                device.release(held.pop(rng.integers(len(held))))
+                device.tier.save()
+            if isinstance(device.copies, LateCopies):
+                for launched in (device.copies.saves, device.copies.restores):
+                    for transfer in list(launched)[: rng.integers(3)]:
+                        transfer.wait()
+            device.check()
+        restored += device.events().get("restored", 0)
+    assert restored > 500
 
 
 def test_whoever_goes_away_leaves_cached_pages() -> None:

@@ -257,12 +257,16 @@ class Runtime:
         limits = self._limits_of(core)
         longest = self._max_context_len
         tokens = max(min(config.max_wave_tokens, GROUP_TOKENS, limits.requests * longest), longest)
+        # the largest plans before all others: a backend whose room grows with them has it once, as each keeps its own
+        requests = request_rung(limits.requests)
+        if self._compiles:
+            self._plans.prefill(requests, token_rung(min(tokens, GROUP_TOKENS)))
+        if core.context.cache is not None:
+            self._plans.context(requests, token_rung(tokens), 1, beside=True)
         prompts = -(-tokens // longest)
         room = (sizes.context_pages + 1 - prompts) * config.page_size  # all but one may leave a page unfilled
         tokens = min(tokens, room)
         rows = warmup.row_sizes(limits, min(config.max_beam_width, vocab_size), 2)[-1]
-        if core.context.cache is not None:  # attention over prefixes may need the largest room of all
-            self._plans.context(request_rung(prompts), token_rung(tokens), 1, beside=True)
         for searches in (
             warmup.wave(1, 1, tokens, vocab_size, levels=(2,), longest=longest),
             warmup.wave(rows, config.max_beam_width, 1, vocab_size, levels=(2,), stops=True),

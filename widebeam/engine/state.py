@@ -122,7 +122,7 @@ class Noise(NamedTuple):
 
 @dataclass
 class PackedPrompts:
-    """The packed prompts of a wave, on the device. Rows that only fill a shape use slot 0."""
+    """The packed prompts of a group (see search.py), on the device. Rows that only fill a shape use slot 0."""
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64

@@ -50,7 +50,7 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | No
             out_TQD, lse_TQ = prefill_attention(q[:rows], k_TKD, attention.values(qkv), plan)
             if reuse is None:
                 return rows_for(attention, out_TQD)
-            return _behind_prefixes(core, prompts.slot_T, reuse, q, out_TQD, lse_TQ, pools, scales)
+            return _behind_prefixes(core, slot_T, reuse, q, out_TQD, lse_TQ, pools, scales)
 
         return attend
 

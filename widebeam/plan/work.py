@@ -104,11 +104,13 @@ class Work:
         return [part for level in range(1, tokens) for part in self.level(level, rows, B, contexts // B)]
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Part]:
-        """Of the prompts without a prefix in the cache, and then of those with one: each kind goes by itself."""
+        """Of the prompts without a prefix in the cache, and then of those with one: each kind goes by itself through
+        the layers, and all have the head together."""
         kinds = ([prompt for prompt in prompts if (prompt.cached > 0) == found] for found in (False, True))
-        return [part for alike in kinds if alike for part in self._prefill(alike)]
+        layers = [part for alike in kinds if alike for part in self._prompt_layers(alike)]
+        return layers + self._head("prefill", len(prompts))
 
-    def _prefill(self, prompts: Sequence[Prompt]) -> list[Part]:
+    def _prompt_layers(self, prompts: Sequence[Prompt]) -> list[Part]:
         """All layers but the last over all T tokens; of the last, k and v of all, the rest for the prompts' ends."""
         H, N, Q, K, D, _, _ = self.shape
         B, T = len(prompts), sum(prompt.context - prompt.cached for prompt in prompts)
@@ -129,7 +131,6 @@ class Work:
             Part("prefill", "last layer: bytes", self.timer.copy_ms(kv_size), 1),
             Part("prefill", "last layer: products of the ends", sum(ends.values()), 1),
             Part("prefill", "last layer: attention of the ends", ends_ms, 1),
-            *self._head("prefill", B),
         ]
 
     def level(self, level: int, R: int, requests: int, context: int) -> list[Part]:
