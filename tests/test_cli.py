@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from widebeam.cli import main
-from widebeam.config import Config, EngineConfig, ServerConfig
+from widebeam.config import ELSEWHERE, Config, EngineConfig, ServerConfig
 from widebeam.constraints.catalogs import catalog_files
 from widebeam.errors import ConfigError
 from widebeam.oneshot import Request
-from widebeam.reference import document
+from widebeam.reference import document, settings_of
 from widebeam.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,10 +60,11 @@ def here(capfd: pytest.CaptureFixture[str]) -> Command:
 
 def test_generate_recommends(checkpoint: Path, catalog_file: Path) -> None:
     done = widebeam(
-        "generate", checkpoint, "--catalog", catalog_file, "--history", "item-1", "item-2", "--n", 3,
+        "generate", checkpoint, "--catalog", catalog_file, "--history", "item-1", "item-2,item-3", "--n", 3,
         "--fields", "title", "--device", "cpu",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stderr == "widebeam: 1 history item is not in the catalog: ['item-2,item-3']\n"
     items = json.loads(done.stdout)
     assert len(items) == 3 and all(item["metadata"]["title"].startswith("Title ") for item in items)
     assert items[0]["score"] >= items[1]["score"] >= items[2]["score"]
@@ -231,7 +232,9 @@ def test_the_document_of_settings_is_that_of_the_code(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     assert text == document(), "python -m widebeam.reference > docs/settings.md"
     names = [*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__]
-    assert sorted(re.findall(r"^\| `--([a-z-]+)`", text, re.MULTILINE)) == sorted(n.replace("_", "-") for n in names)
+    ours, _, others = text.partition("## Flags of vLLM and SGLang")
+    assert re.findall(r"^\| `(--[a-z-]+)`", others, re.MULTILINE) == [*ELSEWHERE]
+    assert sorted(re.findall(r"^\| `--([a-z-]+)`", ours, re.MULTILINE)) == sorted(n.replace("_", "-") for n in names)
     (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "example.toml").write_text(example)
     config = parse(Config, ["--config", str(tmp_path / "example.toml")], "widebeam serve", {})
@@ -292,6 +295,8 @@ def test_vllm_spelling() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
+        (["m", "--tp", "2"], {}, "there is no --tp here: --tensor-parallel-size"),
+        (["m", "--api-key=secret"], {}, "there is no --api-key here: --api-key-file"),
         (["m", "--page-size", "0"], {}, "--page-size 0: expected int >= 1"),
         (["m", "--port", "99999"], {}, "--port 99999: expected int <= 65535"),
         (["m", "--max-beam-width", "5001"], {}, "--max-beam-width 5001: expected int <= 5000"),
@@ -324,6 +329,12 @@ def test_what_is_wrong_with_a_file_is_named_with_it(tmp_path: Path, text: str, w
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         parse(Config, ["m", "--config", str(file)], "widebeam serve", {})
+
+
+def test_flags_of_others_lead_to_settings_that_there_are() -> None:
+    settings = {f"--{name.replace('_', '-')}" for kind in (EngineConfig, ServerConfig) for name in settings_of(kind)}
+    assert settings.isdisjoint(ELSEWHERE)
+    assert {flag for here in ELSEWHERE.values() for flag in re.findall(r"--[a-z-]+", here)} <= settings
 
 
 def test_no_setting_is_spelt_twice() -> None:

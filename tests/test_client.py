@@ -295,7 +295,7 @@ def test_closing_twice_is_fine(service: Service) -> None:
     assert client.health().status == "ready"
     client.close()
     client.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="this client is closed"):
         client.health()
 
 

@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 API = (ROOT / "docs" / "api.md").read_text()
 CATALOGS = (ROOT / "docs" / "catalogs.md").read_text()
 HISTORY = (ROOT / "docs" / "history.md").read_text()
+MIGRATING = (ROOT / "docs" / "migrating.md").read_text()
 BLOCK = re.compile(r'^```(\w+)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 CURL = re.compile(r"(?:# (\d+)\n)?curl -s localhost:8000(/\S+)(?:[\s\\]+-d '(.*)')?\n")
 
@@ -64,6 +65,17 @@ async def test_every_route_is_listed_and_every_listed_route_exists() -> None:
     await engine.stop()
     real = {(r.method, r.resource.canonical) for r in routes if r.resource is not None and r.method != hdrs.METH_HEAD}
     assert set(re.findall(r"`(GET|POST|PUT|DELETE) (/[^`]+)`", API)) == real
+    paths = {path for _, path in real}
+    missing, here = zip(
+        *(row.split("|")[1:3] for row in section(MIGRATING, "Routes that are not here").splitlines()[3:]), strict=True
+    )
+    assert paths.isdisjoint(re.findall(r"`(/[^`]+)`", "".join(missing)))
+    assert {("GET", path) for path in re.findall(r"`GET (/[^`]+)`", "".join(here))} <= real
+
+
+def test_metrics_that_stand_in_for_others_are_there() -> None:
+    mentioned = set(re.findall(r"`(widebeam_\w+)`", MIGRATING))
+    assert len(mentioned) > 10 and mentioned <= names(section(API, "Metrics"))
 
 
 def test_every_field_is_named_in_its_route() -> None:

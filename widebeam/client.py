@@ -88,6 +88,8 @@ def _blocking(
 ) -> Callable[Concatenate[Client, P], T]:
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._loop.closed:
+            raise RuntimeError("this client is closed")
         try:
             work = method(self._client, *args, **kwargs)
         except TypeError as error:  # nothing runs yet: the arguments do not fit

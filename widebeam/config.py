@@ -18,6 +18,29 @@ MAX_LEVELS = 512
 MAX_GIB = 1024
 ALIASES = {"--max-model-len": "--max-context-len"}
 """Flags that vLLM spells otherwise."""
+ELSEWHERE = {
+    "--model-path": "the model is the first argument, or --model",
+    "--context-length": "--max-context-len",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
+    "--dp": "run a server on each GPU (docs/operations.md)",
+    "--data-parallel-size": "run a server on each GPU (docs/operations.md)",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--max-num-seqs": "--max-wave-requests and --max-wave-rows",
+    "--max-running-requests": "--max-wave-requests and --max-wave-rows",
+    "--max-num-batched-tokens": "--max-wave-tokens",
+    "--max-queued-requests": "--max-waiting-requests",
+    "--block-size": "--page-size",
+    "--enable-prefix-caching": "--prefix-cache on",
+    "--disable-radix-cache": "--prefix-cache off, the default",
+    "--hicache-size": "--prefix-cache-host-gib",
+    "--swap-space": "--prefix-cache-host-gib",
+    "--disable-cuda-graph": "--enforce-eager",
+    "--api-key": "--api-key-file, since others can read a process's flags",
+    "--admin-api-key": "--admin-api-key-file, since others can read a process's flags",
+    "--trust-remote-code": "no code from a checkpoint is ever run",
+}
+"""Flags that vLLM or SGLang have and WideBeam has not, and what stands in for them."""
 API_KEY_VARIABLE = "WIDEBEAM_API_KEY"
 """Environment variable with a client's key; no setting of the server."""
 

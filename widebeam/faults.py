@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +18,9 @@ _NO_CHOICE = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|([^.\[\]]+)")
 _MEANT = {
     **dict.fromkeys(("k", "top_k", "limit", "size", "count"), ("n", "beam_width")),
+    **dict.fromkeys(("items", "item_ids"), ("history", "upsert")),
+    "prompt": ("text",),
+    "max_tokens": ("max_new_tokens",),
     **dict.fromkeys(("beams", "num_beams", "width", "beam_size"), ("beam_width",)),
 }
 """What fields are called elsewhere, and here."""
@@ -53,7 +56,9 @@ def find_fault(error: msgspec.ValidationError, kind: Any) -> Fault:
     said = message[: path.start()] if path else message
     if unknown := _UNKNOWN.match(said):
         name = unknown[1]
-        return Fault(f"{place}.{name}".strip("."), did_you_mean(name, _fields(kind, place)), name)
+        known = _fields(kind, place)
+        inside = [f"{field}.{one}" for field in known for one in _fields(kind, f"{place}.{field}".strip("."))]
+        return Fault(f"{place}.{name}".strip("."), did_you_mean(name, known, inside), name)
     if missing := _MISSING.match(said):
         return Fault(f"{place}.{missing[1]}".strip("."), "it must be given")
     if (wrong := _NO_CHOICE.match(said)) and (choices := _choices(kind, place)):
@@ -71,10 +76,12 @@ def why_no_json(error: msgspec.DecodeError | RecursionError, text: bytes) -> str
     return str(error).removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")
 
 
-def did_you_mean(name: str, known: list[str]) -> str:
-    """A question to put behind a sentence: known names that this may stand for, as what others call them, as the
-    beginning of theirs, or misspelt. Empty if there are none."""
-    meant = [one for one in _MEANT.get(name, ()) if one in known]
+def did_you_mean(name: str, known: list[str], inside: Iterable[str] = ()) -> str:
+    """A question to put behind a sentence: known names that this may stand for, as what others call them, as one of
+    those `inside` (`policy.cap`), as the beginning of theirs, or misspelt. Empty if there are none."""
+    names = (name, *_MEANT.get(name, ()))
+    meant = [one for one in names if one in known]
+    meant = meant or [one for one in inside if one.rpartition(".")[2] in names][:1]
     meant = meant or [one for one in known if one.startswith(f"{name}_")][:2]
     meant = meant or difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal, cast
 
 import msgspec
@@ -45,7 +46,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def generate(settings: Generate) -> str:
-    """Answer the request and return it as JSON: ranked items with a catalog, ranked sequences without."""
+    """Answer the request and return it as JSON: ranked items with a catalog, ranked sequences without.
+
+    Its warnings go to stderr.
+    """
     from widebeam.engine.engine import Engine
 
     request = settings.request
@@ -68,9 +72,8 @@ def generate(settings: Generate) -> str:
     try:
         if catalog:
             inputs: dict[str, Any] = {given[0]: getattr(request, given[0])}
-            answer: object = engine.run(
-                engine.recommend(**inputs, n=request.n, fields=request.fields, params=params)
-            ).items
+            made = engine.run(engine.recommend(**inputs, n=request.n, fields=request.fields, params=params))
+            result, answer = made.result, cast("object", made.items)
         else:
             if request.widths is None and request.beam_width is None:
                 params = msgspec.structs.replace(params, beam_width=request.n)
@@ -79,4 +82,6 @@ def generate(settings: Generate) -> str:
             answer = [{"text": engine.decode(s.token_ids)} | msgspec.to_builtins(s) for s in result.sequences]
     finally:
         engine.close()
+    for warning in result.warnings:
+        print(f"widebeam: {warning}", file=sys.stderr)
     return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()

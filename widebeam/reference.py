@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from widebeam.config import ALIASES, EngineConfig, ServerConfig
+from widebeam.config import ALIASES, ELSEWHERE, EngineConfig, ServerConfig
 
 GROUPS = {
     "Model": "model revision device dtype quantization attention_backend max_context_len max_levels",
@@ -121,6 +121,8 @@ def document() -> str:
                     f"| `{one.flag}` | {f'`{one.default}`' if one.default else ''} | {values} | {one.meaning} |"
                 )
             parts.append(f"## {title}\n\nSection `[{section}]`.\n\n" + "\n".join(rows) + "\n")
+    rows = ["| vLLM, SGLang | here |", "|---|---|", *(f"| `{name}` | {here} |" for name, here in ELSEWHERE.items())]
+    parts.append("## Flags of vLLM and SGLang\n\nRefused, with these words.\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
 

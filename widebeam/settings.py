@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import tyro
 
-from widebeam.config import ALIASES, API_KEY_VARIABLE, EngineConfig, ServerConfig, convert
+from widebeam.config import ALIASES, API_KEY_VARIABLE, ELSEWHERE, EngineConfig, ServerConfig, convert
 from widebeam.errors import ConfigError
 from widebeam.faults import did_you_mean, find_fault
 from widebeam.reference import help_text
@@ -42,6 +42,9 @@ def parse(
         if any(flag.partition("=")[0] == "--model" for flag in flags):
             raise ConfigError(f"the model is given twice, as {flags[0]!r} and by --model")
         flags = ["--model", *flags]
+    for name in (flag.partition("=")[0] for flag in flags):
+        if name in ELSEWHERE:
+            raise ConfigError(f"there is no {name} here: {ELSEWHERE[name]}")
     file, flags = _take_config_flag(flags)
     tree: dict[str, Any] = _read_toml(file) if file else {}
     _add_environment(tree, environment)

@@ -98,7 +98,8 @@ def test_allowed_are_the_items_that_pass(
         for field, listed in (("deny", filters.deny), ("allow", filters.allow)):
             unknown = [key for key in listed or () if str(key) not in metadata]
             if unknown:
-                text = f"{len(unknown)} items of filters.{field} are not in the catalog: {unknown[:5]}"
+                noun, verb = ("item", "is") if len(unknown) == 1 else ("items", "are")
+                text = f"{len(unknown)} {noun} of filters.{field} {verb} not in the catalog: {unknown[:5]}"
                 expected.insert(0, text)
         assert warnings == expected
 

@@ -55,7 +55,10 @@ def naive(template: HistoryTemplate, history: list[int | str], max_tokens: int) 
         text = template.prefix + template.separator.join(texts) + template.suffix
         tokens = [int(word[1:]) if word[0] == "#" else encode(word)[0] for word in text.split()]
         if len(tokens) <= max_tokens:
-            return HistoryPrompt(token_ids=tokens, num_used=count, num_dropped=len(known) - count, unknown=unknown)
+            return HistoryPrompt(
+                token_ids=tokens, num_used=count, num_dropped=len(known) - count, unknown=unknown,
+                at_max_items=len(known) > count == template.max_items,
+            )  # fmt: skip
     return None
 
 
@@ -99,7 +102,7 @@ def test_text_between_sids_is_encoded_in_one_piece(catalog: Catalog) -> None:
     prompt = template.render(catalog, [4, "nope", "two", 3], recording, 100)
     assert seen == ["<s>[blue=", "], [a {braced} name=", "] next"]
     assert prompt == HistoryPrompt(
-        token_ids=[9, 100, 20, 101, 110, 120, 6], num_used=2, num_dropped=1, unknown=["nope"]
+        token_ids=[9, 100, 20, 101, 110, 120, 6], num_used=2, num_dropped=1, unknown=["nope"], at_max_items=True
     )
 
 

@@ -23,6 +23,7 @@ from widebeam.errors import (
     EngineDead,
     EngineError,
     InvalidRequest,
+    NotReady,
 )
 
 SMALL: dict[str, Any] = {
@@ -319,6 +320,36 @@ def test_a_failed_start_leaves_the_blocking_engine_usable(checkpoint: Path) -> N
     engine.close()
     with pytest.raises(ConfigError, match="tpu"):
         Engine(str(checkpoint), **(SMALL | {"device": "tpu"})).generate([5])
+
+
+def test_a_start_that_failed_can_be_tried_again(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> None:
+    late = tmp_path / "late.jsonl"
+    engine = Engine(str(checkpoint), catalog=str(late), **SMALL)
+    with pytest.raises(CatalogError, match="late"):
+        engine.generate([5])
+    late.write_bytes(catalog_file.read_bytes())
+    assert engine.run(engine.recommend(input_ids=[5], n=1)).items
+    engine.close()
+
+
+async def test_an_engine_that_nobody_started_or_that_is_closed_says_so(checkpoint: Path) -> None:
+    engine = Engine(str(checkpoint), **SMALL)
+    with pytest.raises(NotReady, match="not started"):
+        await engine.submit([5], SearchParams())
+    async with engine:
+        pass
+    with pytest.raises(EngineDead, match="has stopped"):
+        await engine.submit([5], SearchParams())
+    with pytest.raises(EngineDead, match="stopped: one starts only once"):
+        await engine.start()
+
+
+@pytest.mark.parametrize("history", ["item-3", 3])
+async def test_a_history_is_a_list(checkpoint: Path, catalog_file: Path, history: Any) -> None:
+    async with Engine(str(checkpoint), catalog=str(catalog_file), **SMALL) as engine:
+        with pytest.raises(InvalidRequest, match="expected a list of ids, got") as refused:
+            await engine.recommend(history=history)
+        assert refused.value.param == "history"
 
 
 def test_a_batch_larger_than_the_queue(checkpoint: Path) -> None:

@@ -210,3 +210,12 @@ def test_a_lost_leader_ends_the_other_ranks(start: Callable[..., Process]) -> No
     assert lives(follower)
     server.popen.kill()
     wait_until(lambda: not lives(follower), 20)
+
+
+def test_signals_beyond_the_second_leave_no_traceback(start: Callable[..., Process]) -> None:
+    """Also one that comes when the drain is over and the rest of the process ends."""
+    server = start("--port", "0").ready()
+    while server.popen.poll() is None:
+        server.popen.send_signal(signal.SIGINT)
+    assert server.popen.returncode in (128 + signal.SIGINT, -signal.SIGINT)
+    assert "Traceback" not in server.log.read_text()

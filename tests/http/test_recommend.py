@@ -97,7 +97,7 @@ def test_unknown_items_are_counted_or_refused(service: Service) -> None:
 def test_a_history_that_is_cut_says_so(service: Service) -> None:
     history = [f"item-{index}" for index in range(30)]  # the template keeps 20
     found = service.post("/v1/recommend", {"history": history, "n": 2}).json
-    assert found["warnings"] == ["history: only the newest 20 of 30 known items fit the prompt"]
+    assert found["warnings"] == ["history: only the newest 20 of 30 known items are used: the template's max_items"]
     assert found["items"] == service.post("/v1/recommend", {"history": history[-20:], "n": 2}).json["items"]
 
 

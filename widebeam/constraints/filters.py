@@ -224,7 +224,8 @@ def _known(catalog: Catalog, ids: tuple[int | str, ...], field: str, warnings: l
     unknown = np.flatnonzero(rows < 0)
     if unknown.size:
         some = [ids[place] for place in unknown[:5]]
-        warnings.append(f"{unknown.size} items of filters.{field} are not in the catalog: {some}")
+        noun, verb = ("item", "is") if unknown.size == 1 else ("items", "are")
+        warnings.append(f"{unknown.size} {noun} of filters.{field} {verb} not in the catalog: {some}")
     return rows[rows >= 0]
 
 

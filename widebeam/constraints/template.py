@@ -29,6 +29,8 @@ class HistoryPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Known items that were left out, the oldest ones, because of `max_items` or the token limit."""
     unknown: list[int | str]
     """Items of the history that the catalog does not have, in the order given."""
+    at_max_items: bool = False
+    """Whether it was `max_items` that left some out, not the token limit."""
 
     @property
     def warnings(self) -> list[str]:
@@ -39,7 +41,8 @@ class HistoryPrompt(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"{items} not in the catalog: {self.unknown[:5]}")
         if self.num_dropped:
             known = self.num_used + self.num_dropped
-            found.append(f"history: only the newest {self.num_used} of {known} known items fit the prompt")
+            why = "are used: the template's max_items" if self.at_max_items else "fit the prompt"
+            found.append(f"history: only the newest {self.num_used} of {known} known items {why}")
         return found
 
 
@@ -92,7 +95,10 @@ class HistoryTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         most = min(len(rows), max_tokens, self.max_items or len(rows))
         items = [self._item_pieces(catalog, row) for row in rows[len(rows) - most :]]
         token_ids, num_used = self._fit(items, functools.cache(encode), max_tokens)
-        return HistoryPrompt(token_ids=token_ids, num_used=num_used, num_dropped=len(rows) - num_used, unknown=unknown)
+        return HistoryPrompt(
+            token_ids=token_ids, num_used=num_used, num_dropped=len(rows) - num_used, unknown=unknown,
+            at_max_items=num_used == self.max_items < len(rows) if self.max_items else False,
+        )  # fmt: skip
 
     def _item_pieces(self, catalog: Catalog, row: int) -> list[Piece]:
         pieces: list[Piece] = []

@@ -79,7 +79,10 @@ class Engine(Searching, Recommending, Blocking):
     # Life cycle
 
     async def start(self) -> None:
-        """Load everything; returns when the engine can search. Raises StartupError."""
+        """Load everything; returns when the engine can search. Raises StartupError, and EngineDead if it has run."""
+        if hasattr(self, "_budgets"):
+            raise EngineDead(f"the engine is {self.state}: one starts only once, make another")
+        self.state = "starting"  # also after a start that failed
         self._loop = asyncio.get_running_loop()
         self.died = asyncio.Event()
         try:
@@ -254,7 +257,10 @@ class Engine(Searching, Recommending, Blocking):
         if self.state == "ready":
             return
         errors: dict[str, RequestError] = {
-            "starting": NotReady("the engine is starting", retry_after_s=1.0),
+            "starting": NotReady(
+                "the engine is starting" if self._loop else "the engine was not started: enter it by `async with`",
+                retry_after_s=1.0,
+            ),
             "draining": Draining("the server is shutting down", retry_after_s=1.0),
             "stopped": EngineDead("the engine has stopped"),
             "dead": EngineDead("the GPU thread died"),

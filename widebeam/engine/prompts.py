@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -44,6 +44,8 @@ class Prompts:
                 param=named[1] if named else "history",
             )
         if history is not None:
+            if isinstance(history, str) or not isinstance(history, Iterable):  # a text would be read letter by letter
+                raise InvalidRequest(f"history: expected a list of ids, got {type(history).__name__}", param="history")
             return await self.render_history(catalog, history, max_tokens)
         if prompt is not None:
             token_ids = await self.encode(prompt)

@@ -111,6 +111,7 @@ class _Signals:
     def __exit__(self, *_: object) -> None:
         for number in _SIGNALS:
             self._loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # not Python's own, which would end the last steps with a traceback
 
     async def next(self) -> signal.Signals:
         return await self._arrived.get()

@@ -51,7 +51,10 @@ class Tokenizer:
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """The checkpoint's chat template over messages, ready for the assistant's turn, as token ids."""
         if not self.has_chat_template:
-            raise InvalidRequest("the model has no chat template; send a prompt or input_ids", param="messages")
+            raise InvalidRequest(
+                "the model has no chat template: send input_ids, or a prompt where the route takes one",
+                param="messages",
+            )
         from jinja2 import TemplateError
 
         try:
