@@ -14,7 +14,7 @@ import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ import msgspec
 import numpy as np
 from peers import sampling_params
 from yarl import URL
+
+from widebeam.sessions import SESSION_HEADER
 
 PATHS = {"generate": "/generate", "recommend": "/v1/recommend"}
 LONGEST_PAUSE_S = 1.0
@@ -42,6 +44,8 @@ class Request(NamedTuple):
 
     path: str
     body: bytes | None = None
+    session: str | None = None
+    """What keeps it with one of several servers behind one address."""
 
 
 class Times(msgspec.Struct, gc=False):
@@ -183,25 +187,28 @@ class Load:
             return b""
         return content if status == 200 else b""
 
-    async def fetch(self, request: Request, turn: int = 0) -> tuple[int, bytes, str]:
-        """Status, content and Retry-After of one request to the server whose turn it is."""
-        path, body = request
+    async def fetch(self, request: Request, turn: int = 0) -> tuple[int, bytes, Mapping[str, str]]:
+        """Status, content and headers of the answer to one request, by the server whose turn it is."""
+        path, body, session = request
         key = turn % len(self._servers), path
         url = self._urls.get(key) or self._urls.setdefault(key, self._servers[key[0]].joinpath(path.lstrip("/")))
-        method, headers = ("GET", None) if body is None else ("POST", JSON)
+        method, headers = ("GET", {}) if body is None else ("POST", JSON)
+        if session is not None:
+            headers = headers | {SESSION_HEADER: session}
         async with self._session.request(method, url, data=body, headers=headers) as response:
-            return response.status, await response.read(), response.headers.get("Retry-After", "")
+            return response.status, await response.read(), response.headers
 
     async def send(self, request: Request, turn: int, start: float, due: float | None = None) -> tuple[Sample, float]:
         """One request that was due so many seconds after `start`, or now; and how long to stay away if refused."""
         sent = time.perf_counter() - start
         due = sent if due is None else due
         try:
-            status, content, retry_after = await self.fetch(request, turn)
+            status, content, headers = await self.fetch(request, turn)
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             return Sample(due, sent, time.perf_counter() - start, type(error).__name__), 0.0
         ended = time.perf_counter() - start
         if status != 200:
+            retry_after = headers.get("Retry-After", "")
             pause_s = min(float(retry_after), LONGEST_PAUSE_S) if retry_after.isdigit() else LONGEST_PAUSE_S
             return Sample(due, sent, ended, str(status)), pause_s if status == 429 else 0.0
         if request.body is None:

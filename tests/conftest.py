@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `from tests import tiny`
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))  # its scripts have no package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `from tests import tiny`
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tiny models threads would mostly wait for each other
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

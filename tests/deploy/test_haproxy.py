@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import http.server
 import json
 import signal
@@ -192,7 +193,8 @@ class Upstream(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_begun_request_is_sent_once_and_says_who_sent_it(tmp_path: Path) -> None:
-    """Against three servers that break over it, which real ones cannot be made to do at will."""
+    """Against three servers that break over it, which real ones cannot be made to do at will. On a connection that has
+    had an answer before there is none."""
     Upstream.seen = []
     upstreams = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Upstream) for _ in range(3)]
     threads = [threading.Thread(target=upstream.serve_forever, args=(0.05,)) for upstream in upstreams]
@@ -201,13 +203,20 @@ def test_a_begun_request_is_sent_once_and_says_who_sent_it(tmp_path: Path) -> No
     try:
         with running_proxy(tmp_path, [("127.0.0.1", upstream.server_port) for upstream in upstreams]) as proxy:
             answer = proxy.call("GET", "/v1/models", session="s", headers={"X-Forwarded-For": "203.0.113.9"} | KEY)
+            with closing(http.client.HTTPConnection(*proxy.address, timeout=30)) as kept:
+                kept.request("GET", "/metrics")
+                assert kept.getresponse().read()
+                kept.request("GET", "/v1/models", headers={"x-session-id": "kept"})
+                with pytest.raises(http.client.RemoteDisconnected):
+                    kept.getresponse()
     finally:
         for upstream, thread in zip(upstreams, threads, strict=True):
             upstream.shutdown()
             thread.join(30)
             upstream.server_close()
     assert error_of(answer.status, answer.headers, answer.content).code == "bad_gateway"
-    (seen,) = Upstream.seen
+    seen, on_kept = Upstream.seen
+    assert on_kept["x-session-id"] == "kept"
     assert seen["x-forwarded-for"] == "127.0.0.1" and seen["authorization"] == KEY["Authorization"]
 
 

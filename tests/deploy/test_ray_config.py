@@ -85,7 +85,9 @@ def test_ray_is_told_limits_of_the_engine_and_gives_a_replica_time_to_drain() ->
     assert options["backpressure_config"] == {"status_code": 429, "retry_after_s": 2}
     assert options["graceful_shutdown_timeout_s"] > 40
     assert options["ray_actor_options"]["num_gpus"] == 0.5
-    assert "ConsistentHashRouter" in options["request_router_config"]["request_router_class"]
+    router = options["request_router_config"]
+    assert "ConsistentHashRouter" in router["request_router_class"]
+    assert router["request_router_kwargs"] == {"num_virtual_nodes": 500}
 
 
 def test_scaling_and_affinity_are_left_out_or_in() -> None:
