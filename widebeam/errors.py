@@ -39,12 +39,14 @@ class RequestError(WideBeamError):
     """An error that ends one request.
 
     `code` is a stable snake_case word that programs may match on; `param` names the request field at fault, if any;
-    `retry_after_s` is set where trying again later can help.
+    `retry_after_s` is set where trying again later can help. `by_another`: in a client, of an answer that is not in the
+    server's form, as that of a proxy before it.
     """
 
     status = 500
     code = "internal_error"
     retryable = False
+    by_another = False
 
     def __init__(
         self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float | None = None

@@ -13,7 +13,8 @@ from widebeam import errors
 from widebeam.errors import MethodNotAllowed, RequestError, ServerUnreachable, WideBeamError
 
 RETRIED_STATUSES = frozenset({408, 429, 502, 503})
-"""Nobody worked on the request, or what did has failed. Not 504: more of the same would meet the same deadline."""
+"""Nobody worked on the request, or what did has failed. Not 504: more of the same would meet the same deadline. A 500
+is a defect of the server, unless it is another's: Ray's proxy says so of a replica that it has lost."""
 BURST = 10
 CALLS_PER_RETRY = 10
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
@@ -42,7 +43,9 @@ def retryable(error: WideBeamError) -> bool:
     """Trying again can help, and the server has not begun to answer."""
     if isinstance(error, ServerUnreachable):
         return error.retryable
-    return isinstance(error, RequestError) and error.status in RETRIED_STATUSES
+    if not isinstance(error, RequestError):
+        return False
+    return error.status in RETRIED_STATUSES or (error.status == 500 and error.by_another)
 
 
 def pause_s(error: WideBeamError, attempt: int) -> float:
@@ -74,9 +77,11 @@ _BY_STATUS = {kind.status: kind for kind in _KINDS} | {499: errors.Cancelled, 50
 
 def error_of(status: int, headers: Mapping[str, str], content: bytes) -> RequestError:
     """The exception that the server raised; by status alone if something between us and it answered."""
+    by_another = False
     try:
         told = msgspec.json.decode(content, type=_ErrorBody).error
     except msgspec.DecodeError:
+        by_another = True
         told = _Told(message=f"HTTP status {status}: {content[:200]!r}")
     if told.retry_after_s is None:  # else it is the exact one: the header has whole seconds
         told.retry_after_s = _seconds(headers.get("Retry-After", ""))
@@ -89,7 +94,7 @@ def error_of(status: int, headers: Mapping[str, str], content: bytes) -> Request
         error.allowed = headers.get("Allow", "")
     if request_id := headers.get("x-request-id", told.request_id):
         error.add_note(f"request id {request_id}")
-    error.status = status
+    error.status, error.by_another = status, by_another
     return error
 
 
