@@ -57,11 +57,11 @@ class Prompts:
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        return await self._off_loop(lambda: self._required().encode(text))
+        return await self.use(lambda tokenizer: tokenizer.encode(text))
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a chat by the checkpoint's template."""
-        return await self._off_loop(lambda: self._required().render_chat(messages, **options))
+        return await self.use(lambda tokenizer: tokenizer.render_chat(messages, **options))
 
     async def render_history(self, catalog: Catalog, history: Seq[int | str], max_tokens: int) -> HistoryPrompt:
         """Token ids of a history by the catalog's template, newest items kept."""
@@ -74,13 +74,21 @@ class Prompts:
             )
         return await self._off_loop(lambda: template.render(catalog, history, self._required().encode, max_tokens))
 
+    async def use(self, function: Callable[[Tokenizer], T]) -> T:
+        """What a function makes with the tokenizer, off the event loop. Raises InvalidRequest without a tokenizer."""
+        return await self._off_loop(lambda: function(self._required()))
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; empty without a tokenizer."""
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if self.tokenizer else ""
 
     def _required(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest("the model has no tokenizer: send token ids", code="no_tokenizer", param="input_ids")
+            raise InvalidRequest(
+                "the model has no tokenizer: it takes and returns token ids alone",
+                code="no_tokenizer",
+                param="input_ids",
+            )
         return self.tokenizer
 
     async def _off_loop(self, function: Callable[[], T]) -> T:
