@@ -68,7 +68,8 @@ class Prompts:
         template = catalog.template
         if template is None:
             raise InvalidRequest(
-                f"catalog {catalog.name!r} has no history template; add one to its header, or send a prompt",
+                f"catalog {catalog.name!r} has no history template: load it with a header that has one, beside the "
+                "file or inside a parquet file, which alone can be uploaded with one; or send a prompt",
                 code="no_template",
                 param="history",
             )
