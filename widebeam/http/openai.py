@@ -16,6 +16,7 @@ from widebeam.http.protocol import (
     CacheSalt,
     ChatMessage,
     LengthPenalty,
+    ModelName,
     Name,
     Priority,
     PromptIds,
@@ -67,7 +68,6 @@ class OpenAIMessage(ChatMessage, kw_only=True, forbid_unknown_fields=True):
 
 
 OpenAIMessages = Annotated[list[OpenAIMessage], Meta(min_length=1, max_length=4096)]
-ModelName = Annotated[str, Meta(max_length=1024)]
 
 
 class TemplateOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -14,8 +14,8 @@ from widebeam.http.batches import told_as
 from widebeam.http.body import Neutral, decode, json_response, known_fields, read_body, refuse_unsupported
 from widebeam.http.chat import check_messages
 from widebeam.http.keys import working_engine
-from widebeam.http.openai import ModelName, OpenAIMessages, TemplateOptions
-from widebeam.http.protocol import PromptIds
+from widebeam.http.openai import OpenAIMessages, TemplateOptions
+from widebeam.http.protocol import ModelName, PromptIds
 
 if TYPE_CHECKING:
     from widebeam.model.tokenizer import Tokenizer
