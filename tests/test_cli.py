@@ -14,11 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from widebeam.catalogs import Inspect, Validate
 from widebeam.cli import main
 from widebeam.config import ELSEWHERE, Config, EngineConfig, ServerConfig
+from widebeam.constraints.assign import Assign
+from widebeam.constraints.build import Build
 from widebeam.constraints.catalogs import catalog_files
 from widebeam.errors import ConfigError
 from widebeam.oneshot import Request
+from widebeam.plan.command import Plan
 from widebeam.reference import document, settings_of
 from widebeam.settings import parse
 
@@ -80,8 +84,9 @@ def test_generate_without_a_catalog_gives_text(checkpoint: Path, here: Command) 
 def test_bad_requests_and_starts_are_one_line(checkpoint: Path, tmp_path: Path, here: Command) -> None:
     done = widebeam("generate", checkpoint, "--input-ids", 9999, "--device", "cpu")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1) and "9999" in done.stderr
-    done = widebeam("serve", tmp_path / "nothing")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "nothing" in done.stderr
+    done = widebeam("serve", tmp_path / "nothing", "--port", 0)
+    begun, why = done.stderr.splitlines()
+    assert done.returncode == 2 and "listening on" in begun and why.startswith("widebeam: ") and "nothing" in why
     done = here("serve")
     assert done.returncode == 2 and "no model" in done.stderr
     done = here("srve")
@@ -226,6 +231,24 @@ def test_help_names_every_setting_of_the_command(here: Command) -> None:
         assert words in serve.stdout
     assert "None" not in serve.stdout and "(1 to 512; default 512)" in serve.stdout
     assert len(check.stdout.splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [("plan", Plan), ("catalog build", Build), ("catalog assign", Assign), ("catalog inspect FILE", Inspect),
+     ("catalog validate FILE", Validate)],
+)  # fmt: skip
+def test_help_of_flags_alone_reads_as_that_of_settings(
+    command: str, kind: type[msgspec.Struct], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for asked in ("--help", "-h"):
+        with pytest.raises(SystemExit) as left:
+            main([*command.split(), asked])
+        assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: widebeam {command} [flags]\n") and "None" not in text and "|STR" not in text
+    shown = re.findall(r"^  --([a-z-]+)", text.partition("\nusage:")[0], re.MULTILINE)
+    assert sorted(shown) == sorted(name.replace("_", "-") for name in kind.__struct_fields__)
 
 
 def test_the_document_of_settings_is_that_of_the_code(tmp_path: Path) -> None:

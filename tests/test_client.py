@@ -180,6 +180,22 @@ def test_the_timeout_bounds_the_call_and_reaches_the_engine(service: Service, cl
         wait_until(lambda: service.engine.stats().requests_in_flight == 0)  # the client may be the first to give up
 
 
+def test_an_address_may_be_that_of_openais_sdk(service: Service) -> None:
+    for ending in ("/v1", "/v1/"):
+        with Client(service.url + ending) as client:
+            assert client.models()[0].id == MODEL_NAME and client.health().status == "ready"
+
+
+@pytest.mark.parametrize("timeout", [0, -1.5, float("nan")])
+def test_a_timeout_in_which_nothing_can_be_answered_is_refused(service: Service, timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout must be over 0 seconds"):
+        Client(service.url, timeout=timeout)
+    with Client(service.url) as client:
+        with pytest.raises(ValueError, match=f"timeout must be over 0 seconds, not {timeout}"):
+            client.recommend(input_ids=[7], timeout=timeout)
+        assert client.recommend(input_ids=[7], n=1).items
+
+
 def test_the_api_key_opens_the_server(
     checkpoint: Path, catalog_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from widebeam.constraints.header import Header, Level, Order
 from widebeam.constraints.template import HistoryTemplate
 from widebeam.engine.engine import Engine
 from widebeam.engine.request import MAX_TTL_S
-from widebeam.http import openai, protocol, sglang
+from widebeam.http import openai, protocol, sglang, tokens
 from widebeam.http.app import build_app
 from widebeam.http.catalog_protocol import MAX_CHANGES, CatalogInfo, PutCatalog, RollBack, UpdateItems, UploadQuery
 from widebeam.http.protocol import PrefillRequest, RecommendRequest
@@ -88,6 +88,8 @@ def test_every_field_is_named_in_its_route() -> None:
     assert sampling | set(sglang.GenerateRequest.__struct_fields__) <= names(generate)
     assert set(openai.ChatRequest.__struct_fields__) <= names(chat)
     assert set(openai.CompletionRequest.__struct_fields__) <= names(completions)
+    assert set(tokens.TokenizeRequest.__struct_fields__) <= names(section(API, "POST /tokenize"))
+    assert set(tokens.DetokenizeRequest.__struct_fields__) <= names(section(API, "POST /detokenize"))
     prefill = section(API, "POST /v1/prefill")
     assert set(PrefillRequest.__struct_fields__) <= names(prefill)
     assert f"{MAX_TTL_S:,}" in prefill
@@ -102,7 +104,7 @@ def test_every_field_is_named_in_its_route() -> None:
 def test_every_field_of_an_answer_is_named() -> None:
     quoted = re.findall(r"`([\w.]+)`", API) + re.findall(r'"(\w+)":', API)
     named = {part for path in quoted for part in path.split(".")}
-    modules = (openai, sglang, protocol)
+    modules = (openai, sglang, protocol, tokens)
     structs = {kind for module in modules for kind in vars(module).values() if isinstance(kind, msgspec.StructMeta)}
     answers = {kind for kind in structs if not kind.__struct_config__.forbid_unknown_fields}
     assert {openai.ChatResponse, sglang.RequestMeta, protocol.ModelCard} < answers

@@ -19,7 +19,7 @@ from widebeam.catalog_calls import CatalogCalls
 from widebeam.config import API_KEY_VARIABLE
 from widebeam.http.protocol import Health, ModelCard, ModelList
 from widebeam.search_calls import SearchCalls
-from widebeam.transport import Transport
+from widebeam.transport import Transport, check_timeout
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,6 +54,7 @@ class AsyncClient(SearchCalls, CatalogCalls):
     ) -> None:
         key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
         self._transport = Transport(base_url, key, max_retries, max_connections)
+        check_timeout(timeout)
         self._timeout_s = timeout
 
     async def __aenter__(self) -> AsyncClient:

@@ -172,8 +172,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_format: Literal["text", "json"] = "text"
     """Form of the log on stderr. json: one object a line."""
     api_key_file: str | None = None
-    """File of API keys, one a line (# comments), at least 16 characters each. With it every route but /health and
-    /ready needs one of them as a bearer token."""
+    """File of API keys, one a line (# comments), at least 16 characters each. With it every route but the probes
+    (/health, /ping, /ready) needs one of them as a bearer token."""
     admin_api_key_file: str | None = None
     """The same for administrators: settings, catalogs and their changes, cache and abort_all then need a key of this
     file, which is good for everything else too."""

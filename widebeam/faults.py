@@ -77,14 +77,24 @@ def why_no_json(error: msgspec.DecodeError | RecursionError, text: bytes) -> str
 
 
 def did_you_mean(name: str, known: list[str], inside: Iterable[str] = ()) -> str:
-    """A question to put behind a sentence: known names that this may stand for, as what others call them, as one of
-    those `inside` (`policy.cap`), as the beginning of theirs, or misspelt. Empty if there are none."""
+    """A question to put behind a sentence: known names that this may stand for. Empty if there are none."""
+    return question(names_meant(name, known, inside))
+
+
+def question(names: Iterable[str]) -> str:
+    """Whether one of these was meant, to put behind a sentence; empty if there are none."""
+    told = " or ".join(map(repr, names))
+    return f"; did you mean {told}?" if told else ""
+
+
+def names_meant(name: str, known: list[str], inside: Iterable[str] = ()) -> list[str]:
+    """Known names that this may stand for, as what others call them, as one of those `inside` (`policy.cap`), as the
+    beginning of theirs, or misspelt."""
     names = (name, *_MEANT.get(name, ()))
     meant = [one for one in names if one in known]
     meant = meant or [one for one in inside if one.rpartition(".")[2] in names][:1]
     meant = meant or [one for one in known if one.startswith(f"{name}_")][:2]
-    meant = meant or difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+    return meant or difflib.get_close_matches(name, known, n=1)
 
 
 def value_at(tree: Any, place: str) -> Any:

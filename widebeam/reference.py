@@ -94,19 +94,39 @@ def settings_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
 
 def help_text(kind: type[msgspec.Struct], prog: str, unused: tuple[str, ...] = ()) -> str:
     """`--help` of a command with these settings, without the sections that it does not use."""
-    columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+    columns = _columns()
     parts = [f"usage: {prog} [flags]", *(_wrapped(text, columns) for text in (inspect.getdoc(kind) or "", SOURCES))]
     for field in msgspec.structs.fields(kind):
         section, struct = field.name, field.type
         if section in unused:
             parts.append(_wrapped(f"Settings of [{section}] are taken and not used: one file may hold all.", columns))
             continue
-        for title, settings in _groups(section, struct):
-            lines = [title]
-            for one in settings:
-                lines += [f"  {_usage(one)}", textwrap.indent(_wrapped(_told(one), columns - 6), " " * 6)]
-            parts.append("\n".join(lines))
+        parts += [_shown(title, settings, columns) for title, settings in _groups(section, struct)]
     return "\n\n".join(parts) + "\n"
+
+
+def flags_text(kind: type[msgspec.Struct], prog: str) -> str:
+    """`--help` of a command that takes these flags and no other settings."""
+    columns, settings = _columns(), settings_of(kind)
+    parts = [f"usage: {prog} [flags]", _wrapped(inspect.getdoc(kind) or "", columns)]
+    for title, required in (("Required", True), ("Optional", False)):
+        named = [settings[field.name] for field in msgspec.structs.fields(kind) if field.required is required]
+        parts += [_shown(title, named, columns)] if named else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _columns() -> int:
+    return min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+
+
+def _shown(title: str, settings: list[Setting], columns: int) -> str:
+    """A group of settings, each with what it means below it."""
+    lines = [title]
+    for one in settings:
+        lines.append(f"  {_usage(one)}")
+        if told := _told(one):
+            lines.append(textwrap.indent(_wrapped(told, columns - 6), " " * 6))
+    return "\n".join(lines)
 
 
 def document() -> str:
@@ -146,7 +166,7 @@ def _usage(setting: Setting) -> str:
 def _told(setting: Setting) -> str:
     more = [setting.bounds, f"default {setting.default}" if setting.default else ""]
     noted = "; ".join(filter(None, more))
-    return f"{setting.meaning} ({noted})" if noted else setting.meaning
+    return f"{setting.meaning} ({noted})".strip() if noted else setting.meaning
 
 
 def field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -173,6 +193,8 @@ def _plain(kind: Any) -> tuple[Any, Meta]:
     """The type of a value that is given, and its bounds; of several types, the one that can be given many times."""
     if get_origin(kind) in (Union, UnionType):
         members = [one for one in get_args(kind) if one is not NoneType]
+        if all(get_origin(one) is Literal for one in members):
+            return Literal[tuple(choice for one in members for choice in get_args(one))], Meta()
         return _plain(next((one for one in members if get_origin(one) is tuple), members[0]))
     if get_origin(kind) is Annotated:
         inner, *notes = get_args(kind)
@@ -195,7 +217,8 @@ def _bounds(kind: Any) -> str:
     if meta.ge is not None and meta.le is not None:
         return f"{meta.ge} to {meta.le}"
     low = f"above {meta.gt}" if meta.gt is not None else f"at least {meta.ge}" if meta.ge is not None else ""
-    return low if meta.le is None else f"{low}, at most {meta.le}"
+    high = f"at most {meta.le}" if meta.le is not None else f"below {meta.lt}" if meta.lt is not None else ""
+    return ", ".join(filter(None, (low, high)))
 
 
 def _default(value: Any) -> str:

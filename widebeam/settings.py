@@ -15,7 +15,7 @@ import tyro
 from widebeam.config import ALIASES, API_KEY_VARIABLE, ELSEWHERE, EngineConfig, ServerConfig, convert
 from widebeam.errors import ConfigError
 from widebeam.faults import did_you_mean, find_fault
-from widebeam.reference import help_text
+from widebeam.reference import flags_text, help_text
 
 ENVIRONMENT = "WIDEBEAM_"
 SECTIONS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "server": ServerConfig}
@@ -64,7 +64,11 @@ def parse(
 
 def parse_flags(kind: type[Any], flags: list[str], prog: str) -> Any:
     """A struct of flags alone, with its bounds checked. Raises ConfigError; --help exits."""
-    return convert(msgspec.to_builtins(tyro.cli(kind, args=flags, prog=prog)), kind, _flag)
+    if not {"-h", "--help"}.isdisjoint(flags):
+        print(flags_text(kind, prog), end="")
+        sys.exit(0)
+    given = tyro.cli(kind, args=[_canonical(flag) for flag in flags], prog=prog)
+    return convert(msgspec.to_builtins(given), kind, _flag)
 
 
 def _flag(place: str) -> str:

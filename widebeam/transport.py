@@ -29,7 +29,7 @@ class Transport:
     def __init__(self, base_url: str, api_key: str | None, max_retries: int, max_connections: int) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url must begin with http:// or https://, not {base_url!r}")
-        self._base_url = base_url.rstrip("/")
+        self._base_url = base_url.rstrip("/").removesuffix("/v1")  # as OpenAI's SDK is given it
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._max_retries = max_retries
         self._max_connections = max_connections
@@ -57,6 +57,7 @@ class Transport:
         repeatable: bool = True,
     ) -> Any:
         """The answer to a call, after as many tries as it takes; after one if it may not be repeated."""
+        check_timeout(within_s)
         deadline = time.monotonic() + within_s
         self._budget.earn()
         attempt = 0
@@ -127,6 +128,12 @@ class Transport:
             )
             self._session._retry_connection = False  # aiohttp's own retries of GET would evade the budget
         return self._session
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise ValueError for a time in which nothing can be answered."""
+    if not timeout > 0:
+        raise ValueError(f"timeout must be over 0 seconds, not {timeout!r}")
 
 
 def _unheard(error: aiohttp.ClientError) -> bool:

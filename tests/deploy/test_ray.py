@@ -84,6 +84,8 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("POST", "/v1/chat/completions", CHAT | {"stream": True}),
     ("POST", "/v1/chat/completions", CHAT | {"model": "other"}),
     ("POST", "/v1/completions", {"model": MODEL_NAME, "prompt": "watched a", "n": 2, "beam_width": 4}),
+    ("POST", "/tokenize", {"prompt": "watched a", "return_token_strs": True}),
+    ("POST", "/detokenize", {"tokens": [7, 9]}),
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/no%2Fsuch", None),
     ("GET", "/v1/catalogs", None),

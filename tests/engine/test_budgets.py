@@ -204,6 +204,7 @@ async def test_budgets_are_free_again_whatever_the_end(checkpoint: Path) -> None
             await engine.submit([5], wide)
         stats = engine.stats()
         assert (stats.requests_waiting, stats.rows_waiting, stats.tokens_waiting) == (2, 80, 14)
+        assert stats.requests_running == 0
         assert (stats.requests_in_flight, stats.rows_in_flight, stats.row_levels_in_flight) == (2, 80, 162)
         assert (stats.requests_refused, stats.requests_refused_by["rows"]) == (1, 1) and stats.retry_after_seconds > 0
         tasks[0].cancel()

@@ -312,6 +312,26 @@ async def test_a_start_says_what_there_is(
     assert (effective["max_total_tokens"], effective["page_size"]) == (512, 16)
 
 
+@pytest.mark.parametrize(
+    "small", [{"beam_kv_tokens": 40}, {"max_waiting_rows": 40}, {"max_waiting_row_levels": 40}], ids=str
+)
+async def test_a_start_warns_of_pools_that_the_default_width_does_not_fit(
+    checkpoint: Path, catalog_file: Path, small: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    flag = "--" + next(iter(small)).replace("_", "-")
+    settings = SMALL | small
+    async with Engine(str(checkpoint), catalog=str(catalog_file), **settings) as engine:
+        (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+        assert "catalog 'items' that name no beam_width will be refused" in warning and flag in warning
+        with pytest.raises(InvalidRequest) as refused:
+            await engine.recommend(input_ids=[7])
+        assert warning.endswith(refused.value.message)
+    caplog.clear()
+    async with Engine(str(checkpoint), catalog=str(catalog_file), **settings, default_beam_width=10) as engine:
+        assert (await engine.recommend(input_ids=[7])).items
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_a_failed_start_leaves_the_blocking_engine_usable(checkpoint: Path) -> None:
     engine = Engine(str(checkpoint), catalog="nowhere.jsonl", **SMALL)
     for _ in range(2):

@@ -25,7 +25,7 @@ from widebeam.http.server import Server
 
 USER, OTHER, ADMIN = "user-key-0123456789", "another-key-of-a-user", "admin-key-0123456789"
 GOOD = {"input_ids": [7, 11], "n": 2}
-PROBES = {"/health", "/ready"}
+PROBES = {"/health", "/ping", "/ready"}
 
 
 def key_file(folder: Path, *lines: str, mode: int = 0o600) -> str:

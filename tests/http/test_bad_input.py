@@ -164,10 +164,49 @@ def test_text_that_is_odd_but_legal(steady: Service) -> None:
 def test_unknown_routes_and_methods(steady: Service) -> None:
     missing = steady.get("/v2/recommend")
     assert (missing.status, missing.json["error"]["code"]) == (404, "no_such_route")
+    assert missing.json["error"]["message"] == "there is no /v2/recommend; did you mean '/v1/recommend'?"
     wrong = steady.get(RECOMMEND)
     assert (wrong.status, wrong.json["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
     assert error_of(steady.call("DELETE", GENERATE), GENERATE)["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/recommend", "'/v1/recommend'"),
+        ("/v1/v1/models", "'/v1/models'"),
+        ("/v1/recommend/", "'/v1/recommend'"),
+        ("/v1/models/", "'/v1/models'"),
+        ("/chat/completions", "'/v1/chat/completions'"),
+        ("/v1/generate", "'/generate'"),
+        ("/v1/catalogs/items/item", "'/v1/catalogs/{name}/items'"),
+        ("/model", "'/model_info'"),
+        ("/get", "'/get_model_info' or '/get_server_info'"),
+    ],
+)
+def test_a_path_close_to_a_route_leads_there(steady: Service, path: str, meant: str) -> None:
+    answer = steady.post(path, {})
+    assert (answer.status, answer.json["error"]["code"]) == (404, "no_such_route")
+    assert answer.json["error"]["message"] == f"there is no {path}; did you mean {meant}?"
+
+
+FAR = [
+    "/",
+    "/v1",
+    "/v1/v1/",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/rerank",
+    "/score",
+    "/docs",
+    "/" + "v1/recommend" * 600,
+]
+
+
+@pytest.mark.parametrize("path", FAR)
+def test_a_path_far_from_all_routes_leads_nowhere(steady: Service, path: str) -> None:
+    assert steady.get(path).json["error"]["message"] == f"there is no {path}"
 
 
 def test_request_ids_come_back(steady: Service) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import tempfile
@@ -71,6 +72,30 @@ def test_files_are_uploaded(subject: Subject, tmp_path: Path) -> None:
     index = json.dumps({"7": ROW["sid"]}).encode()
     assert subject.put(index, "?format=minionerec&if_version=0").json["format"] == "minionerec"
     assert left_over() == before
+
+
+def test_an_upload_that_does_not_fit_the_header_before_is_told_of_that(subject: Subject, tmp_path: Path) -> None:
+    ids = parquet(tmp_path / "x", [ROW | {"sid": [11, 27, 43]}])
+    for body, form, words in (
+        (ids, "parquet", "says that SIDs are tokens, but .* gives them as integers"),
+        (json.dumps({"item_id": "new", "sid": ROW["sid"]}).encode(), "jsonl", ".*no metadata column 'popularity'"),
+    ):
+        answer = subject.put(body, f"?format={form}")
+        assert code(answer) == (400, "invalid_catalog")
+        message = answer.json["error"]["message"]
+        assert re.search(f"the header of the version before .*{words}", message), message
+        assert "catalog.json" not in message
+
+
+def test_an_upload_under_a_new_name_has_a_template_if_it_brings_one(subject: Subject, tmp_path: Path) -> None:
+    lines, history = json.dumps(ROW).encode(), {"history": ["new"], "n": 1}
+    subject.name += "-new"
+    assert subject.put(lines, "?format=jsonl").status == 200
+    refused = subject.service.post("/v1/recommend", history | {"catalog": subject.name})
+    assert code(refused) == (400, "no_template") and "inside a parquet file" in refused.json["error"]["message"]
+    header = {"template": {"prefix": "watched ", "item": "{sid}", "separator": " "}}
+    assert subject.put(parquet(tmp_path / "x", [ROW], header), "?format=parquet").status == 200
+    assert subject.service.post("/v1/recommend", history | {"catalog": subject.name}).json["items"][0]["id"] == "new"
 
 
 def test_integers_without_a_header_are_warned_of_in_the_log(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:

@@ -236,8 +236,9 @@ def test_what_is_on_the_device(small: Service, monkeypatch: pytest.MonkeyPatch) 
     }
     assert used == {"waves_on_device": 1, "beam_rows_in_use": 20, "context_pages_in_use": 2}
     assert now["widebeam_requests_in_flight", ()] == 1 and now["widebeam_requests_waiting", ()] == 0
+    assert now["widebeam_requests_running", ()] == 1
     assert now["widebeam_beam_slots_in_use", ()] == 2 * 24  # two levels decode, in the next size up from 20 rows
-    wait_until(lambda: not any(samples(small)[f"widebeam_{name}", ()] for name in used))
+    wait_until(lambda: not any(samples(small)[f"widebeam_{name}", ()] for name in (*used, "requests_running")))
 
 
 def test_a_wave_that_runs_out_of_memory(small: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,9 +63,12 @@ def is_draining(server: Process) -> bool:
     return bool(answer.json["status"] == "draining")
 
 
-def test_sigterm_under_load_drains(start: Callable[..., Process]) -> None:
+def test_sigterm_under_load_drains(checkpoint: Path, start: Callable[..., Process]) -> None:
     """What was accepted is answered, what comes later is refused, and the exit status is 0."""
     server = start("--port", "0", "--max-wave-requests", "1", "--drain-timeout-s", "120").ready()
+    log = server.log.read_text()
+    begun = log.index(f"INFO widebeam.http: listening on http://127.0.0.1:{server.address[1]}; model {checkpoint}")
+    assert begun < log.index("settings that are not defaults")  # which is logged when everything is loaded
     with ThreadPoolExecutor(4) as pool, recommending(server).running(3) as load:
         accepted = [pool.submit(server.post, "/generate", LONG) for _ in range(4)]
         wait_until(lambda: server.in_flight() >= 4 and all(load.by_client), 30)
@@ -84,7 +87,10 @@ def test_sigterm_under_load_drains(start: Callable[..., Process]) -> None:
 
 def test_a_second_signal_stops_at_once(start: Callable[..., Process]) -> None:
     """However long it may drain; who waits is told."""
-    server = start("--port", "0", "--drain-timeout-s", "600", "--max-wave-requests", "1").ready()
+    flags = ("--drain-timeout-s", "600", "--max-wave-requests", "1", "--log-format", "json")
+    server = start("--port", "0", *flags).ready()
+    begun = json.loads(server.log.read_text().splitlines()[0])
+    assert begun["message"].startswith(f"listening on http://127.0.0.1:{server.address[1]}; model ")
     with ThreadPoolExecutor(20) as pool:
         accepted = [pool.submit(server.post, "/generate", LONG) for _ in range(20)]
         wait_until(lambda: server.in_flight() >= 15, 30)

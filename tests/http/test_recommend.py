@@ -114,3 +114,10 @@ def test_without_a_catalog_there_is_nothing_to_recommend(service: Service, bare_
 def test_the_default_width_grows_with_n(service: Service) -> None:
     found = service.post("/v1/recommend", {"input_ids": [7, 8], "n": 40}).json
     assert len(found["items"]) == 40  # more than default_beam_width
+
+
+def test_the_model_that_is_named_is_echoed(service: Service) -> None:
+    body = {"input_ids": [7, 11], "n": 1}
+    assert service.post("/v1/recommend", body).json["model"] == MODEL_NAME
+    assert service.post("/v1/recommend", body | {"model": "org/other"}).json["model"] == "org/other"
+    assert service.post("/v1/recommend", body | {"model": "x" * 1025}).json["error"]["param"] == "model"

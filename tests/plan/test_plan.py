@@ -115,6 +115,7 @@ def test_a_checkpoint_folder_is_read(checkpoint: Path, capsys: pytest.CaptureFix
         (["--width", "5001"], ["width"]),
         (["--cached", "5000"], ["--cached 5000"]),
         (["--qps", "0"], ["qps"]),
+        (["--model", "qwen9"], ["--model qwen9", "qwen3-tiny, qwen3-0.6b", "did you mean 'qwen3-8b'?"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_by_its_flag(

@@ -74,20 +74,22 @@ class Catalog:
         shown: str | None = None,
         token_id: Callable[[str], int | None] | None = None,
         vocab_size: int | None = None,
+        inherited: Header | None = None,
     ) -> Catalog:
         """Read, check and index a catalog file: parquet, JSONL, MiniOneRec index.json or packed sid2pid JSON.
 
         `name` is by default the file's name without its ending. `shown` is what messages call the file, by default its
         name; what lies beside it is called alike. `token_id` gives the id of a token string; without
         it, token strings get made-up ids and the catalog is not `resolved`. Token ids from `vocab_size` up are
-        refused. Raises CatalogError, whose `problems` name file, line and reason.
+        refused. `inherited` is the header of a file that has none inside. Raises CatalogError, whose `problems` name
+        file, line and reason.
         """
         path = Path(path)
         name = base_name(path) if name is None else name
         if name == NO_CATALOG:
             raise CatalogError(f"a catalog cannot be named {NO_CATALOG!r}, by which requests ask for no constraint")
         shown = path.name if shown is None else shown
-        rows, header, place = formats.read(path, shown)
+        rows, header, place = formats.read(path, shown, inherited)
         problems = Problems(shown)
         _check_unique(rows, problems)
         try:

@@ -10,13 +10,21 @@ from widebeam.constraints.parquet import embedded_header, is_parquet, read_parqu
 from widebeam.constraints.rows import Rows
 from widebeam.errors import CatalogError
 
+INHERITED = "the header of the version before (the file has none inside)"
 
-def read(path: Path, name: str) -> tuple[Rows, Header, str | None]:
-    """The rows of a catalog file, which messages call `name`, its header and where that was found. Raises
-    CatalogError."""
+
+def read(path: Path, name: str, inherited: Header | None = None) -> tuple[Rows, Header, str | None]:
+    """The rows of a catalog file, which messages call `name`, its header and where that was found. An `inherited`
+    header counts if the file has none inside, whatever lies beside it. Raises CatalogError."""
     try:
         kind = _kind(path, name)
-        header, place = find_header(path, header_inside(path, name), name)
+        inside = embedded_header(path, name) if kind == "parquet" else None
+        header: Header
+        place: str | None
+        if inherited is not None and inside is None:
+            header, place = inherited, INHERITED
+        else:
+            header, place = find_header(path, inside, name)
         if kind == "parquet":
             rows = read_parquet(path, name)
         elif kind == "jsonl":
@@ -31,11 +39,6 @@ def read(path: Path, name: str) -> tuple[Rows, Header, str | None]:
     if header.sid is not None and (header.sid == "tokens") != (rows.tokens is not None):
         raise CatalogError(f"{place} says that SIDs are {header.sid}, but {name} gives them as {given}")
     return rows, header, place
-
-
-def header_inside(path: Path, name: str) -> bytes | None:
-    """The JSON text of the header that a file holds itself, if it does. Raises CatalogError, OSError."""
-    return embedded_header(path, name) if _kind(path, name) == "parquet" else None
 
 
 def _kind(path: Path, name: str) -> str:

@@ -11,7 +11,6 @@ import msgspec
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.catalogs import Catalogs
 from widebeam.constraints.codebooks import Vocabulary
-from widebeam.constraints.formats import header_inside
 from widebeam.engine.catalog_changes import Change
 from widebeam.engine.catalog_watch import CatalogFile, Fingerprint
 from widebeam.errors import CatalogError, InvalidRequest
@@ -50,11 +49,11 @@ class CatalogLoader:
             if version is not None:
                 self._catalogs.check_number(name, version)
             with file.here() as (path, seen):
-                if upload is not None and current is not None and header_inside(path, shown) is None:
-                    header = declared(current, None).header
-                    path.with_name("catalog.json").write_bytes(msgspec.json.encode(header))
+                inherited = None if upload is None or current is None else declared(current, None).header
                 token_id, vocab_size = self._vocabulary.token_id, self._vocabulary.size
-                catalog = Catalog.load(path, name=name, shown=shown, token_id=token_id, vocab_size=vocab_size)
+                catalog = Catalog.load(
+                    path, name=name, shown=shown, token_id=token_id, vocab_size=vocab_size, inherited=inherited
+                )
                 self._check(catalog, shown)
             for warning in catalog.warnings:
                 log.warning("catalog %r (%s): %s", name, file.given if upload is None else upload, warning)

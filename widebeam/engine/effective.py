@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from widebeam.config import changed
+from widebeam.engine.recommending import refused_default
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -34,7 +35,7 @@ def effective_settings(engine: Engine) -> dict[str, Any]:
 
 
 def log_start(engine: Engine) -> None:
-    """What there is to serve with: settings that somebody made, pools, catalogs."""
+    """What there is to serve with: settings that somebody made, pools, catalogs, and what these cannot do together."""
     wave = engine._limits.wave
     log.info("settings that are not defaults: %s", changed(engine.config))
     log.info(
@@ -48,3 +49,5 @@ def log_start(engine: Engine) -> None:
             "catalog %r at version %d: %d items under %d SIDs of up to %d tokens, from %s",
             name, catalog.version, catalog.num_items, catalog.num_sids, catalog.depth, catalog.source,
         )  # fmt: skip
+        if why := refused_default(engine, catalog):
+            log.warning("recommendations from catalog %r that name no beam_width will be refused: %s", name, why)

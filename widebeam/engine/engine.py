@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -43,6 +44,7 @@ from widebeam.model.tokenizer import Tokenizer
 from widebeam.model.weights import resolve_checkpoint
 from widebeam.policies import POLICIES
 
+T = TypeVar("T")
 State = Literal["starting", "ready", "draining", "stopped", "dead"]
 
 
@@ -223,6 +225,10 @@ class Engine(Searching, Recommending, Blocking):
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a chat by the checkpoint's template, made off the event loop."""
         return await self._prompts.render_chat(messages, **options)
+
+    async def use_tokenizer(self, function: Callable[[Tokenizer], T]) -> T:
+        """What a function makes with the tokenizer, off the event loop. Raises InvalidRequest without a tokenizer."""
+        return await self._prompts.use(function)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; empty without a tokenizer."""

@@ -57,22 +57,27 @@ class Prompts:
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        return await self._off_loop(lambda: self._required().encode(text))
+        return await self.use(lambda tokenizer: tokenizer.encode(text))
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a chat by the checkpoint's template."""
-        return await self._off_loop(lambda: self._required().render_chat(messages, **options))
+        return await self.use(lambda tokenizer: tokenizer.render_chat(messages, **options))
 
     async def render_history(self, catalog: Catalog, history: Seq[int | str], max_tokens: int) -> HistoryPrompt:
         """Token ids of a history by the catalog's template, newest items kept."""
         template = catalog.template
         if template is None:
             raise InvalidRequest(
-                f"catalog {catalog.name!r} has no history template; add one to its header, or send a prompt",
+                f"catalog {catalog.name!r} has no history template: load it with a header that has one, beside the "
+                "file or inside a parquet file, which alone can be uploaded with one; or send a prompt",
                 code="no_template",
                 param="history",
             )
         return await self._off_loop(lambda: template.render(catalog, history, self._required().encode, max_tokens))
+
+    async def use(self, function: Callable[[Tokenizer], T]) -> T:
+        """What a function makes with the tokenizer, off the event loop. Raises InvalidRequest without a tokenizer."""
+        return await self._off_loop(lambda: function(self._required()))
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; empty without a tokenizer."""
@@ -80,7 +85,11 @@ class Prompts:
 
     def _required(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest("the model has no tokenizer: send token ids", code="no_tokenizer", param="input_ids")
+            raise InvalidRequest(
+                "the model has no tokenizer: it takes and returns token ids alone",
+                code="no_tokenizer",
+                param="input_ids",
+            )
         return self.tokenizer
 
     async def _off_loop(self, function: Callable[[], T]) -> T:

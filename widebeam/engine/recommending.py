@@ -10,7 +10,7 @@ import msgspec
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filter_spec import Filters
-from widebeam.engine.admission import opened_prompt
+from widebeam.engine.admission import admit, opened_prompt
 from widebeam.engine.request import NO_CATALOG, SearchParams
 from widebeam.engine.results import Prefilled, Recommendation, ranked_items
 from widebeam.errors import InvalidRequest
@@ -48,8 +48,7 @@ class Recommending:
         if unknown_items not in ("ignore", "refuse"):
             raise InvalidRequest(f"unknown_items is {unknown_items!r}: ignore or refuse", param="unknown_items")
         if params.beam_width is None and (params.policy is None or params.policy.widths is None):
-            width = min(max(engine.config.default_beam_width, n), engine.config.max_beam_width)
-            params = msgspec.structs.replace(params, beam_width=width)
+            params = msgspec.structs.replace(params, beam_width=_default_width(engine, n))
         if exclude_history and history is None:
             raise InvalidRequest("exclude_history needs a history", param="exclude_history")
         made = await engine._prompts.make(catalog, _room(engine, catalog), history, prompt, messages, input_ids)
@@ -98,6 +97,20 @@ class Recommending:
         result.warnings += made.warnings
         page = engine.config.page_size
         return Prefilled(result=result, cacheable_tokens=(result.prompt_tokens - 1) // page * page)
+
+
+def refused_default(engine: Engine, catalog: Catalog) -> str:
+    """Why a recommendation that names no width is refused, whatever its prompt; empty if it is not."""
+    params = SearchParams(n=1, beam_width=_default_width(engine, 1))
+    try:
+        admit([0], params, catalog, engine._limits)
+    except InvalidRequest as error:
+        return error.message
+    return ""
+
+
+def _default_width(engine: Engine, n: int) -> int:
+    return min(max(engine.config.default_beam_width, n), engine.config.max_beam_width)
 
 
 def _current(engine: Engine, name: str | None, min_version: int | None) -> Catalog:

@@ -82,6 +82,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Of those in flight, the ones that are in no wave yet."""
     rows_waiting: int
     tokens_waiting: int
+    requests_running: int
+    """Of those in flight, the ones that are in a wave."""
     requests_done: int
     """Answers that came from the GPU thread to somebody who still waited."""
     searches: dict[str, int]
@@ -161,7 +163,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
 def engine_stats(waiting: Waiting, budgets: Budgets, worker: Worker, runtime: Runtime) -> EngineStats:
     """Put together what the parts of an engine count."""
     in_use, refused, scheduler = budgets.in_use, budgets.refused, worker.scheduler
-    queued, on_device = [job.search for job in list(waiting) if job.waiting], worker.on_device
+    jobs, on_device = list(waiting), worker.on_device
+    queued = [job.search for job in jobs if job.waiting]
     context, beams, catalogs = runtime.core.context, runtime.core.beams, runtime.core.catalogs
     prefix, host = runtime.prefixes.stats, runtime.prefixes.host_stats
     return EngineStats(
@@ -173,6 +176,7 @@ def engine_stats(waiting: Waiting, budgets: Budgets, worker: Worker, runtime: Ru
         requests_waiting=len(queued),
         rows_waiting=sum(search.rows for search in queued),
         tokens_waiting=sum(search.num_tokens for search in queued),
+        requests_running=len(jobs) - len(queued),
         requests_done=waiting.done,
         searches=dict(waiting.ended),
         requests_refused=sum(refused.values()),

@@ -43,6 +43,12 @@ class AbortResponse(msgspec.Struct, kw_only=True):
     aborted: int
 
 
+class Version(msgspec.Struct):
+    """Answer of GET /version."""
+
+    version: str
+
+
 _ABORT = msgspec.json.Decoder(AbortRequest)
 
 
@@ -128,6 +134,11 @@ async def server_info(request: web.Request) -> web.Response:
         "internal_states": [stats],
     }
     return json_response(facts)
+
+
+async def version(request: web.Request) -> web.Response:
+    """vLLM's form of this server's version."""
+    return json_response(Version(version=widebeam.__version__))
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:

@@ -18,6 +18,7 @@ from widebeam.http.keys import ENGINE, IN_FLIGHT, LEAVING, METRICS, SERVER_CONFI
 from widebeam.http.metrics import Metrics
 from widebeam.http.middleware import around
 from widebeam.http.recommend import prefill, recommend
+from widebeam.http.tokens import detokenize, tokenize
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -42,6 +43,8 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.put("/generate", generate),
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{id:.+}", admin.show_model),
             web.get("/v1/catalogs", catalogs.list_catalogs),
@@ -51,12 +54,15 @@ def build_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/v1/catalogs/{name}/items", catalogs.update_items),
             web.post("/v1/catalogs/{name}/rollback", catalogs.roll_back),
             web.get("/health", admin.health),
+            web.get("/ping", admin.health),
+            web.post("/ping", admin.health),
             web.get("/ready", admin.ready),
             web.get("/health_generate", admin.health_generate),
             web.get("/model_info", admin.model_info),
             web.get("/get_model_info", admin.model_info),
             web.get("/server_info", admin.server_info),
             web.get("/get_server_info", admin.server_info),
+            web.get("/version", admin.version),
             web.get("/metrics", admin.metrics),
             web.post("/abort_request", admin.abort_request),
             web.get("/flush_cache", admin.flush_cache),

@@ -39,17 +39,21 @@ class Access(enum.IntEnum):
 
 ACCESS = {
     "/health": Access.PUBLIC,
+    "/ping": Access.PUBLIC,
     "/ready": Access.PUBLIC,
     "/v1/recommend": Access.USER,
     "/v1/prefill": Access.USER,
     "/generate": Access.USER,
     "/v1/completions": Access.USER,
     "/v1/chat/completions": Access.USER,
+    "/tokenize": Access.USER,
+    "/detokenize": Access.USER,
     "/v1/models": Access.USER,
     "/v1/models/{id}": Access.USER,
     "/health_generate": Access.USER,
     "/model_info": Access.USER,
     "/get_model_info": Access.USER,
+    "/version": Access.USER,
     "/metrics": Access.USER,
     "/openapi.json": Access.USER,
     "/abort_request": Access.USER,  # its handler asks for more where all requests are meant

@@ -22,6 +22,7 @@ from widebeam.http.openai import (
     ChatRequest,
     ChatResponse,
     Logprobs,
+    OpenAIMessage,
     OpenAIResponse,
     TemplateOptions,
     TokenLogprob,
@@ -97,12 +98,17 @@ async def _run(
 
 def _check(body: ChatRequest) -> None:
     check_fields(body, CHAT_NEUTRAL)
-    for index, message in enumerate(body.messages or []):
-        refuse_unsupported(message, MESSAGE_NEUTRAL, f"messages[{index}].")
+    check_messages(body.messages or [])
     if (body.messages is None) == (body.input_ids is None):
         raise InvalidRequest("give exactly one of messages and input_ids", param="messages")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
+
+
+def check_messages(messages: list[OpenAIMessage]) -> None:
+    """Refuse what is not text in a turn, as tool calls."""
+    for index, message in enumerate(messages):
+        refuse_unsupported(message, MESSAGE_NEUTRAL, f"messages[{index}].")
 
 
 async def _prompt_ids(engine: Engine, body: ChatRequest) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from aiohttp import hdrs, web
 from msgspec import UNSET
 
 from widebeam.errors import MethodNotAllowed, NotFound, PayloadTooLarge, RequestError, Unauthorized
+from widebeam.faults import names_meant, question
 from widebeam.http.body import json_response
 from widebeam.http.keys import REQUEST_ID
 from widebeam.http.protocol import ErrorBody, ErrorInfo
@@ -53,7 +55,7 @@ def as_request_error(error: Exception, request: web.Request) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, web.HTTPNotFound):
-        return NotFound(f"there is no {request.path}", code="no_such_route")
+        return NotFound(f"there is no {request.path}{question(_routes_near(request))}", code="no_such_route")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         return MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}", allowed)
@@ -61,6 +63,17 @@ def as_request_error(error: Exception, request: web.Request) -> RequestError:
         return PayloadTooLarge("the body is too large")
     log.exception("request %s: unforeseen error", request[REQUEST_ID], exc_info=error)
     return RequestError(f"internal error; the server's log has the details under request id {request[REQUEST_ID]}")
+
+
+def _routes_near(request: web.Request) -> list[str]:
+    """Routes that a path without one may stand for: spelt alike, but for `/v1` and slashes before and behind."""
+    routes = {_bare(resource.canonical): resource.canonical for resource in request.app.router.resources()}
+    return [routes[bare] for bare in names_meant(_bare(request.path), list(routes))]
+
+
+def _bare(path: str) -> str:
+    parts = path.strip("/").split("/")
+    return "/".join(itertools.dropwhile(lambda part: part == "v1", parts))
 
 
 def failure_response(error: RequestError, request: web.Request, dialect: Dialect) -> web.Response:

@@ -57,6 +57,7 @@ _GAUGES = {
     "requests_waiting": "Searches in flight that are in no wave yet",
     "rows_waiting": "Beam rows of the waiting searches",
     "tokens_waiting": "Prompt tokens of the waiting searches",
+    "requests_running": "Searches in flight that are in a wave",
     "retry_after_seconds": "Wait that was told last with a 429",
     "wave_rows_limit": "Beam rows that a wave may have now",
     "waves_on_device": "Waves that were launched and not delivered",

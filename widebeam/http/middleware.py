@@ -31,6 +31,8 @@ ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
 VERSION_HEADER = "x-catalog-version"
 """Of the catalog that was searched: not every dialect has a place for it in its body."""
+_OPENAI_PATHS = ("/v1/chat/", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
+"""OpenAI's, and vLLM's, which has the same form of errors."""
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -38,7 +40,7 @@ def dialect_of(path: str) -> Dialect:
     """In whose form errors on a path are told, whether there is such a route or not."""
     if path == "/generate":
         return "sglang"
-    return "openai" if path.startswith(("/v1/chat/", "/v1/completions", "/v1/models")) else "native"
+    return "openai" if path.startswith(_OPENAI_PATHS) else "native"
 
 
 @web.middleware

@@ -16,6 +16,7 @@ from widebeam.http.protocol import (
     CacheSalt,
     ChatMessage,
     LengthPenalty,
+    ModelName,
     Name,
     Priority,
     PromptIds,
@@ -66,6 +67,9 @@ class OpenAIMessage(ChatMessage, kw_only=True, forbid_unknown_fields=True):
     """A turn as the SDK writes it, with the fields that it leaves empty for plain text."""
 
 
+OpenAIMessages = Annotated[list[OpenAIMessage], Meta(min_length=1, max_length=4096)]
+
+
 class TemplateOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The variables of a chat template that a request may set. Never the template itself."""
 
@@ -85,7 +89,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """What both bodies have in common."""
 
-    model: Annotated[str, Meta(max_length=1024)] | None = None
+    model: ModelName | None = None
     """Echoed. This server has one model."""
     max_tokens: Levels | None = None
     best_of: BeamWidth | None = None
@@ -125,7 +129,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions. Exactly one of `messages` and `input_ids` is given."""
 
-    messages: Annotated[list[OpenAIMessage], Meta(min_length=1, max_length=4096)] | None = None
+    messages: OpenAIMessages | None = None
     input_ids: PromptIds | None = None
     """The prompt as token ids; no chat template."""
     max_completion_tokens: Levels | None = None

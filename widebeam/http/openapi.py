@@ -14,7 +14,7 @@ from msgspec import UnsetType
 
 import widebeam
 from widebeam import errors
-from widebeam.http.admin import AbortRequest, AbortResponse
+from widebeam.http.admin import AbortRequest, AbortResponse, Version
 from widebeam.http.auth import ACCESS, Access, Keyring
 from widebeam.http.body import json_response
 from widebeam.http.catalog_protocol import (
@@ -43,6 +43,7 @@ from widebeam.http.protocol import (
     TimeoutMs,
 )
 from widebeam.http.sglang import GenerateRequest, GenerateResponse
+from widebeam.http.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from widebeam.sessions import SESSION_HEADER
 
 JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
@@ -81,6 +82,7 @@ _GENERATE = Operation(
     _BODY + _SEARCH,
     (EVENTS,),
 )
+_HEALTH = Operation("200 while the engine is alive", Health, failures=(503,))
 _MODEL_INFO = Operation("Facts about the model", _FACTS, failures=(503,))
 _SERVER_INFO = Operation("Effective settings and statistics", _FACTS, failures=(503,))
 _FLUSH_CACHE = Operation("Empties the prefix cache", str, failures=(503,))
@@ -100,6 +102,12 @@ OPERATIONS = {
     ("POST", "/v1/chat/completions"): Operation(
         "OpenAI's form: beams as choices", ChatResponse, ChatRequest, _BODY + _SEARCH, (EVENTS,)
     ),
+    ("POST", "/tokenize"): Operation(
+        "vLLM's form: a text or a chat to token ids", TokenizeResponse, TokenizeRequest, (*_BODY, 503)
+    ),
+    ("POST", "/detokenize"): Operation(
+        "vLLM's form: token ids to a text", DetokenizeResponse, DetokenizeRequest, (*_BODY, 503)
+    ),
     ("GET", "/v1/models"): Operation("The one model", ModelList, failures=(503,)),
     ("GET", "/v1/models/{id}"): Operation("The model by its name", ModelCard, failures=(404, 503)),
     ("GET", "/v1/catalogs"): Operation("All catalogs", CatalogList, failures=(503,)),
@@ -114,13 +122,16 @@ OPERATIONS = {
     ("POST", "/v1/catalogs/{name}/rollback"): Operation(
         "Goes back to an earlier version", CatalogInfo, RollBack, _BODY + _CHANGE
     ),
-    ("GET", "/health"): Operation("200 while the engine is alive", Health, failures=(503,)),
+    ("GET", "/health"): _HEALTH,
+    ("GET", "/ping"): _HEALTH,
+    ("POST", "/ping"): _HEALTH,
     ("GET", "/ready"): Operation("200 while new work is accepted", Health, failures=(503,)),
     ("GET", "/health_generate"): Operation("Generates one token", Health, failures=(429, 499, 503)),
     ("GET", "/model_info"): _MODEL_INFO,
     ("GET", "/get_model_info"): _MODEL_INFO,
     ("GET", "/server_info"): _SERVER_INFO,
     ("GET", "/get_server_info"): _SERVER_INFO,
+    ("GET", "/version"): Operation("The server's version", Version),
     ("GET", "/metrics"): Operation("Prometheus' text form", str, other_media=("application/openmetrics-text",)),
     ("POST", "/abort_request"): Operation("Ends searches", AbortResponse, AbortRequest, _BODY),
     ("GET", "/flush_cache"): _FLUSH_CACHE,

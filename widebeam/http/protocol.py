@@ -19,6 +19,7 @@ MAX_PROMPT_IDS = 1 << 20
 MAX_TIMEOUT_MS = 3_600_000
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
+ModelName = Annotated[str, Meta(max_length=1024)]
 RequestId = Annotated[str, Meta(pattern=r"\A[!-~]{1,128}\Z")]
 """1 to 128 visible ASCII characters, so that it can travel in a header and a log line."""
 BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
@@ -70,6 +71,8 @@ class SearchOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/recommend. Exactly one of `history`, `prompt`, `messages` and `input_ids` is given."""
 
+    model: ModelName | None = None
+    """Echoed. This server has one model."""
     history: History | None = None
     """Item ids, oldest first; the catalog's template turns them into the prompt."""
     prompt: str | None = None
@@ -93,6 +96,8 @@ class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
 class PrefillRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/prefill: what of the body of a /v1/recommend that is to come makes its prompt, and for whom."""
 
+    model: ModelName | None = None
+    """Not looked at. This server has one model."""
     history: History | None = None
     prompt: str | None = None
     messages: Messages | None = None

@@ -50,7 +50,7 @@ async def recommend(request: web.Request) -> web.Response:
     return json_response(
         RecommendResponse(
             id=request_id,
-            model=served_name(request),
+            model=body.model or served_name(request),
             catalog=CatalogRef(name=result.catalog, version=result.catalog_version),
             normalizer=result.normalizer,
             items=recommendation.items,

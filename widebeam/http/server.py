@@ -128,6 +128,7 @@ async def serve(config: Config) -> int:
     engine = Engine(config.engine)
     server = Server(engine, config.server)
     await server.start()
+    log.info("listening on %s; model %s is still to be loaded", server.url, config.engine.model)
     try:
         await engine.start()
         log.info("settings of the server that are not defaults: %s", changed(config.server))

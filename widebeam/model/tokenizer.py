@@ -34,12 +34,19 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids as Hugging Face and SGLang make them. Added tokens spelt in the text become those tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids as Hugging Face and SGLang make them. Added tokens spelt in the text become those tokens.
+
+        `add_special_tokens`: with those that the tokenizer itself puts around a text. Qwen's put none.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, ids: list[int]) -> list[str]:
+        """Each token as the vocabulary spells it: bytes of a text stand there as other characters."""
+        return self._tokenizer.convert_ids_to_tokens(ids)
 
     def token_id(self, token: str) -> int | None:
         """Id of exactly this token, or None if the vocabulary lacks it."""
@@ -48,8 +55,13 @@ class Tokenizer:
             return None
         return int(token_id)
 
-    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """The checkpoint's chat template over messages, ready for the assistant's turn, as token ids."""
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        """The checkpoint's chat template over messages, ready for the assistant's turn, as token ids.
+
+        `options` are variables of the template; `add_special_tokens` is that of `encode`.
+        """
         if not self.has_chat_template:
             raise InvalidRequest(
                 "the model has no chat template: send input_ids, or a prompt where the route takes one",
@@ -63,4 +75,4 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
-        return self.encode(text)
+        return self.encode(text, add_special_tokens=add_special_tokens)

@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from widebeam.config import MAX_BEAM_WIDTH, MAX_LEVELS, EngineConfig, Positive
-from widebeam.errors import ConfigError
+from widebeam.errors import CheckpointError, ConfigError
+from widebeam.faults import did_you_mean
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.plan.estimate import CODES, memory, speed
 from widebeam.plan.gpus import GPUS, gpu_named
@@ -115,7 +116,11 @@ def _model(name: str) -> ModelConfig:
     if not (folder / "config.json").exists():
         from widebeam.model.weights import resolve_checkpoint
 
-        folder = resolve_checkpoint(name, files=("*.json",))
+        try:
+            folder = resolve_checkpoint(name, files=("*.json",))
+        except CheckpointError as error:
+            shapes = f"shapes known by name are {', '.join(SHAPES)}{did_you_mean(name, list(SHAPES))}"
+            raise ConfigError(f"--model {name}: {shapes}\n{error}") from None
     model = load_model_config(folder)
     if model.dtype not in ("bfloat16", "float16"):
         raise ConfigError(f"--model {name} is stored as {model.dtype}; no rates are known but for 16 bits")
