@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 from collections.abc import Coroutine
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -97,7 +98,11 @@ class Server:
 
 
 class _Signals:
-    """Catches SIGTERM and SIGINT within a `with` block, in the order in which they arrive."""
+    """Catches SIGTERM and SIGINT within a `with` block, in the order in which they arrive.
+
+    Behind it they end the process at once. An event loop's own handlers would leave Python's between: a signal that
+    comes then is a traceback.
+    """
 
     def __init__(self) -> None:
         self._arrived: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -105,13 +110,15 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._arrived.put_nowait, number)
+            signal.signal(number, self._arrive)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in _SIGNALS:
-            self._loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)  # not Python's own, which would end the last steps with a traceback
+            signal.signal(number, signal.SIG_DFL)
+
+    def _arrive(self, number: int, _: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._arrived.put_nowait, signal.Signals(number))
 
     async def next(self) -> signal.Signals:
         return await self._arrived.get()
