@@ -38,6 +38,7 @@ clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # make memcheck  on a GPU: our kernels under compute-sanitizer, of CUDA or of the package nvidia-cuda-sanitizer-api
+#                (13.1 or later: 13.0 comes without its launcher)
 .PHONY: memcheck
 SANITIZER ?= compute-sanitizer
 memcheck:

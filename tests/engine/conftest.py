@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.warm_waves import pretending
 from widebeam import Engine
 
 
@@ -45,3 +46,10 @@ async def engine(checkpoint: Path, catalog_file: Path) -> AsyncIterator[Engine]:
         str(checkpoint), catalog=str(catalog_file), device="cpu", max_wave_rows=512, max_beam_width=256
     ) as engine:
         yield engine
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Runtimes warm up as on a GPU, with functions that run as they are."""
+    with pretending(lambda function: function):
+        yield

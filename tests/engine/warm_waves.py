@@ -1,17 +1,19 @@
-"""Waves that warm-up is meant to have met, and what tells one captured graph from another."""
+"""Waves that warm-up is meant to have met, what tells one captured graph from another, and warm-up on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.catalog import Catalog
-from widebeam.engine.compile import Made
+from widebeam.engine.compile import Made, compiled_programs
 from widebeam.engine.job import Job
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.scheduler import Load, WaveLimits
@@ -162,3 +164,22 @@ def soak(runtime: Runtime, catalog: Catalog, requests: int, seed: int, vocab_siz
         done += len(searches)
     runtime.check_integrity()
     return done
+
+
+@contextmanager
+def pretending(compiler: Any) -> Iterator[None]:
+    """Runtimes on a CPU warm up as on a GPU, with what this makes of the functions that a GPU compiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiles = property(lambda self: True, lambda self, value: None)
+        patch.setattr(Runtime, "_compiles", compiles, raising=False)
+        patch.setattr("widebeam.model.reference.TorchBackend.replayable", True)
+        patch.setattr("widebeam.engine.runtime.compiled_programs", lambda core, _: compiled_programs(core, compiler))
+        yield
+
+
+def make_large(monkeypatch: pytest.MonkeyPatch, common: int, step: int) -> None:
+    """Prompts of more than `common` tokens are large, and have graphs behind prefixes every `step`."""
+    for module in ("shapes", "compile", "warmup", "captures"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.COMMON_TOKENS", common)
+    for module in ("warmup", "core"):
+        monkeypatch.setattr(f"widebeam.engine.{module}.LARGE_STEP", step)
