@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from aiohttp import web
@@ -31,15 +31,23 @@ class Peer:
 
 
 @asynccontextmanager
-async def listening(answer: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+async def served(app: web.Application, **options: Any) -> AsyncIterator[str]:
+    """URL of an application; `options` are those of AppRunner."""
+    runner = web.AppRunner(app, access_log=None, **options)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+def listening(answer: Callable[[web.Request], Awaitable[web.Response]]) -> AbstractAsyncContextManager[str]:
     """URL of a server whose /generate is the given handler."""
     app = web.Application()
     app.router.add_post("/generate", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    return served(app)
 
 
 Reaction = Callable[[asyncio.StreamWriter], Awaitable[None]]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from aiohttp import web
 from loadgen import Request
 
+from tests.faulty import served
+
 SEARCH = Request("/generate", b"{}")
 
 
-@asynccontextmanager
-async def fake(answer: Callable[[int, bytes], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+def fake(answer: Callable[[int, bytes], Awaitable[web.StreamResponse]]) -> AbstractAsyncContextManager[str]:
     """The URL of a server whose k-th answer is what a coroutine makes of k and the body. It has no metrics."""
     count = itertools.count()
 
@@ -23,14 +24,7 @@ async def fake(answer: Callable[[int, bytes], Awaitable[web.StreamResponse]]) ->
 
     app = web.Application()
     app.router.add_post("/generate", handle)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}"
-    finally:
-        await runner.cleanup()
+    return served(app, handler_cancellation=True)
 
 
 def good() -> web.Response:

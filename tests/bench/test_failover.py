@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import failover
 import pytest
@@ -13,6 +12,7 @@ from aiohttp import web
 from failover import Round, Sent
 from loadgen import Request, Sample
 
+from tests.faulty import served
 from widebeam.sessions import SESSION_HEADER
 
 SEARCH = Request("/v1/recommend", b"{}")
@@ -58,20 +58,12 @@ class Fleet:
     def replace(self) -> None:
         self.dead, self.starts[1] = False, 4.0
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[str]:
+    def running(self) -> AbstractAsyncContextManager[str]:
         app = web.Application()
         app.router.add_post(SEARCH.path, self.search)
         app.router.add_get("/server_info", self.info)
         app.router.add_get("/ready", self.ready)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            yield f"http://{host}:{port}"
-        finally:
-            await runner.cleanup()
+        return served(app)
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["by start", "by name"])

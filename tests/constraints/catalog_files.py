@@ -1,4 +1,4 @@
-"""Writes small catalogs in every format that is read."""
+"""Writes small catalogs in every format that is read, and has faulty ones refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+
+from widebeam.constraints.catalog import Catalog
+from widebeam.errors import CatalogError
 
 Row = Mapping[str, Any]
+TOKENS = {"<a_0>": 10, "<a_1>": 11, "<b_0>": 20, "<b_1>": 99, "<c_0>": 10}
+"""Of the tokenizer that those of refusals know."""
 
 
 def write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
@@ -53,3 +59,11 @@ def write_packed(path: Path, rows: Sequence[Row]) -> Path:
 
 def write_header(folder: Path, header: Any, name: str = "catalog.json") -> None:
     (folder / name).write_text(json.dumps(header))
+
+
+def refusal(path: Path, **known: Any) -> CatalogError:
+    """Why a file cannot be loaded; `known` is what load is told of the model."""
+    with pytest.raises(CatalogError) as caught:
+        Catalog.load(path, **known)
+    assert "\n" not in str(caught.value)  # printed as one line
+    return caught.value

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kv.test_prefix import S
+from tests.kv.cached_prompts import S
 from widebeam.kv.copies import PageCopies, runs
 
 
