@@ -56,8 +56,8 @@ def markdown(report: dict[str, Any]) -> str:
         peak = found.get("peak_memory_bytes")
         rows.append(
             [name, found.get("error", found.get("total_ms")), *(found.get(key) for key in TIMES),
-             found.get("floor", {}).get("total_ms"), found.get("over_floor"), found.get("fallbacks"),
-             peak and peak / 2**30, *(numbers.get(name) for numbers in beside.values())]
+             found.get("floor", {}).get("total_ms"), found.get("over_floor"), found.get("replays"),
+             found.get("fallbacks"), peak and peak / 2**30, *(numbers.get(name) for numbers in beside.values())]
         )  # fmt: skip
     catalog = "full vocabulary"
     if arguments["catalog"] != "None":
@@ -71,8 +71,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"Milliseconds, medians of {arguments['repeats']}. {report['machine']}, {report['date']}. "
         f"Fallbacks since the start: {report['fallbacks']}.",
         "",
-        table(["case", "total", "p90", "prefill", "p90", "levels", "p90", "floor", "total / floor", "fallbacks",
-               "peak GiB", *beside], rows),
+        table(["case", "total", "p90", "prefill", "p90", "levels", "p90", "floor", "total / floor", "graph replays",
+               "fallbacks", "peak GiB", *beside], rows),
     ])  # fmt: skip
 
 

@@ -21,10 +21,13 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -184,12 +187,12 @@ def measure(runtime: Runtime, jobs: list[Job], repeats: int) -> dict[str, Any]:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     times, host = [], []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        result = run_wave(runtime, jobs)
-        host.append((time.perf_counter() - started) * 1e3)
-        times.append(result.timing_ms)
-    counters = getattr(runtime, "stats_of_programs", None)
+    with count_replays() as replays:
+        for _ in range(repeats):
+            started = time.perf_counter()
+            result = run_wave(runtime, jobs)
+            host.append((time.perf_counter() - started) * 1e3)
+            times.append(result.timing_ms)
     return {
         **spread("total_ms", "p90_ms", [timing.prefill + timing.decode for timing in times]),
         **spread("prefill_ms", "prefill_p90_ms", [timing.prefill for timing in times]),
@@ -198,9 +201,23 @@ def measure(runtime: Runtime, jobs: list[Job], repeats: int) -> dict[str, Any]:
         "warm_up_s": warm_up_s,
         "returned": len(result.sequences),
         "fallbacks": runtime.fallbacks - fallbacks,
-        "programs": counters() if callable(counters) else counters,
+        "replays": len(replays) / repeats,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
     }
+
+
+@contextmanager
+def count_replays() -> Iterator[list[None]]:
+    """A list that gets an element for each graph that is replayed."""
+    replays: list[None] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(None)
+        replay(graph)
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", counted):
+        yield replays
 
 
 def spread(median: str, p90: str, times: list[float]) -> dict[str, float]:

@@ -19,6 +19,7 @@ import peers
 import pytest
 import report
 import torch
+from random_checkpoint import write_checkpoint
 from timing import behind, graph_of
 
 from widebeam.plan.work import Shape, Work
@@ -90,7 +91,7 @@ def offline_report(shape: str | None, catalog: str, quantization: str, width: st
         "machine": "a GPU", "date": "2026-01-01", "shape": shape, "dtype": "bfloat16", "fallbacks": 0,
         "arguments": given | {"tokens": "3", "repeats": "11"},
         "cases": {
-            "5000x4": found | {"floor": {"total_ms": 104.0}, "over_floor": 1.25, "fallbacks": 0,
+            "5000x4": found | {"floor": {"total_ms": 104.0}, "over_floor": 1.25, "replays": 7.0, "fallbacks": 0,
                                "peak_memory_bytes": 3 << 30},
             "1000x1x5000x3": {"error": "out of memory"},
         },
@@ -109,7 +110,8 @@ def test_offline_table_has_aims_and_peers_where_they_compare() -> None:
     rows = rows_of(matrix.markdown(offline_report("qwen3-1.7b", "None", "None")))
     row = rows["5000x4"]
     assert (row["total"], row["prefill"], row["levels"], row["floor"]) == ("130.0", "110.0", "20.00", "104.0")
-    assert (row["total / floor"], row["fallbacks"], row["peak GiB"]) == ("1.25", "0", "3.00")
+    assert (row["total / floor"], row["graph replays"], row["fallbacks"]) == ("1.25", "7.00", "0")
+    assert row["peak GiB"] == "3.00"
     assert (row["aim (limit)"], row["SID-GR, H200"], row["SID-GR, H100"]) == ("122 (131)", "169.3", "154.2")
     assert rows["1000x1x5000x3"]["total"] == "out of memory"
     row = rows_of(matrix.markdown(offline_report("qwen3-1.7b", "items.parquet", "fp8")))["5000x4"]
@@ -132,8 +134,21 @@ def test_offline_measures_a_matrix_and_writes_both_files(checkpoint: Path, tmp_p
     read = json.loads((tmp_path / "made.json").read_text())
     assert [case["returned"] for case in read["cases"].values()] == [4, 8]
     assert all(case["fallbacks"] == 0 and case["total_ms"] > 0 for case in read["cases"].values())
+    assert all(case["replays"] == 0 for case in read["cases"].values())  # nothing is captured on a CPU
     assert all(case["floor"]["total_ms"] > 0 for case in read["cases"].values())
     assert set(rows_of((tmp_path / "made.md").read_text())) == {"20x1", "16x2x8x2"}
+
+
+@pytest.mark.gpu
+def test_offline_counts_the_graphs_that_a_wave_replays(tmp_path: Path) -> None:
+    folder = write_checkpoint("qwen3-tiny", tmp_path / "model")
+    chosen = offline.options("").parse_args(
+        [str(folder), "--cases", "20x1", "16x2x8x4", "9000x3x8x2", "--width", "4", "--repeats", "2"]
+    )
+    chosen.floor = False
+    replays = {name: case["replays"] for name, case in offline.run(chosen)["cases"].items()}
+    # two for each group of prompts that has graphs, then a selection for each token and a forward between two of them
+    assert replays == {"20x1": 2 + 5, "16x2x8x4": 2 + 7, "9000x3x8x2": 3}
 
 
 def test_offline_compares_policies(checkpoint: Path) -> None:
