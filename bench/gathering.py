@@ -33,10 +33,13 @@ from widebeam.constraints.trie import Masks, TrieLevel
 from widebeam.engine.scoring import catalog_candidates
 from widebeam.engine.selection import Candidates, rank
 from widebeam.engine.shapes import LevelShape
+from widebeam.engine.staging import Places
 from widebeam.engine.wave import Wave
 
 SPREAD = 2.0
 """Standard deviation of logits. Random ones know nothing of the catalog: a trained model's are likelier legal."""
+
+PLACES = Places(DEVICE)
 
 
 class Given:
@@ -222,7 +225,9 @@ def level_costs(
 
     def timed(function: Callable[..., Any]) -> float:
         run = compiled(function)
-        return launch_ms([partial(run, one, trie.level(level), shape.candidates, masks, place_R) for one in sets])
+        return launch_ms(
+            [partial(run, one, trie.level(level, PLACES), shape.candidates, masks, place_R) for one in sets]
+        )
 
     return {
         "level": level,
@@ -266,7 +271,7 @@ def found_by(catalog: Catalog, trie: DeviceTrie, width: int, codes: int, pick: C
         score, row, node = pick(level, rows)
         real = score > -torch.inf
         cum_R, node_R = score[real], node[real]
-        prefix_R = prefix_R[row[real]] * codes + trie.level(level).code(node_R)
+        prefix_R = prefix_R[row[real]] * codes + trie.level(level, PLACES).code(node_R)
     return set(prefix_R.tolist())
 
 
@@ -275,7 +280,7 @@ def shares(catalog: Catalog, trie: DeviceTrie, width: int, codes: int, edge_E: T
 
     def exact(level: int, rows: Rows) -> Iterator[Tensor]:
         slots = catalog.index.widest(level, len(rows.node_R))
-        found = rank(_candidates(rows, trie.level(level), slots, None, None)[0], rows.limit_B1, width)
+        found = rank(_candidates(rows, trie.level(level, PLACES), slots, None, None)[0], rows.limit_B1, width)
         return iter((torch.where(found.real_P, found.score_P, -torch.inf), found.row_P, found.node_P))
 
     def filtered(level: int, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.trie import Masks
 from widebeam.engine import staging
 from widebeam.engine.scoring import catalog_candidates
+from widebeam.engine.staging import Places
 from widebeam.errors import CatalogError
 from widebeam.model.layers import float32_linear
 from widebeam.model.parallel import WHOLE
@@ -40,7 +41,7 @@ class Version:
 
 def nodes_of(arena: CatalogArena, version: Any) -> list[np.ndarray]:
     """A version's arrays, as the device holds them."""
-    level = arena.trie(version).level(0)
+    level = arena.trie(version).level(0, Places(CPU))
     base = int(level.base)
     sizes = [num_places(version), *[version.index.num_nodes] * 4]
     return [array[base : base + size].numpy() for array, size in zip(level.nodes, sizes, strict=True)]
@@ -176,7 +177,7 @@ def test_padding_of_a_codebook_changes_no_bit(normalizer: Any, monkeypatch: pyte
     arena.upload(version)
     hidden_RH = torch.from_numpy(rng.normal(0, 3, (rows, vocab_size))).float()
     hidden_RH[:, 0] = 50.0  # token 0, of the padding
-    level = arena.trie(version).level(1)
+    level = arena.trie(version).level(1, Places(CPU))
     assert (len(level.codebook_C), int(level.num_codes)) == (256, 23)
     node_R = torch.arange(1, 1 + rows) % 5 + 1
     arguments = (torch.zeros(rows), node_R, torch.tensor([0, rows]))

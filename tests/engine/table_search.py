@@ -59,14 +59,14 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
         arena.upload(catalog)
         trie = arena.trie(catalog)
     wave.mask_lease = pool.acquire(wave.mask_places)
-    data = wave_data(wave, vocab_size, device, pool)
+    data = wave_data(core, wave)
     state.start(torch.tensor(len(searches)), wave.requests)
     for level, shape in enumerate(wave.shapes):
         for row in range(shape.rows_in):
             request = int(state.request_R[row])
             if request < len(searches):
                 state.hidden_RH[row] = tables[request].row(prefix_of(state, row, level))
-        advance(core, data, trie.level(level) if trie is not None else None, shape)
+        advance(core, data, trie.level(level, state.brought) if trie is not None else None, shape)
     outcomes, _ = unpack(wave.searches, *collect(core, wave).arrays())
     return [
         [Found(tuple(s.token_ids), s.cum_logprob, s.score, s.finish_reason) for s in outcome]  # type: ignore[union-attr]

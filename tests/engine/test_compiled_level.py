@@ -24,6 +24,7 @@ from widebeam.engine.core import Programs
 from widebeam.engine.job import Job
 from widebeam.engine.memory import PoolSizes
 from widebeam.engine.runtime import Runtime
+from widebeam.engine.staging import Places
 from widebeam.engine.wave import Search, narrowed
 from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.model.config import load_model_config
@@ -195,7 +196,9 @@ def test_a_trie_costs_what_its_children_cost(checkpoint: Path, catalog_file: Pat
     index = catalog.index
     nodes = torch.arange(int(index.level_start[1]), int(index.level_start[2]))
     real_children = int((index.first_child[nodes + 1] - index.first_child[nodes]).sum())
-    row, child, real, _ = trie.level(1).expand(nodes, torch.ones_like(nodes, dtype=torch.bool), real_children)
+    row, child, real, _ = trie.level(1, Places(torch.device("cpu"))).expand(
+        nodes, torch.ones_like(nodes, dtype=torch.bool), real_children
+    )
     assert bool(real.all()) and real_children == index.nodes_at(2)
     assert child.tolist() == list(range(int(index.level_start[2]), int(index.level_start[3])))
     assert row.tolist() == sorted(row.tolist())

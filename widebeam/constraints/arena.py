@@ -18,7 +18,7 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.filters import ItemMask
 from widebeam.constraints.trie import Nodes, TrieLevel
 from widebeam.engine.shapes import code_rung
-from widebeam.engine.staging import Upload, mark, send, to_device
+from widebeam.engine.staging import Places, Staged, Upload, mark, send
 from widebeam.errors import CatalogError
 from widebeam.ranges import RangeLease, Ranges
 
@@ -37,18 +37,16 @@ class DeviceTrie:
         """Its nodes are on the device."""
         self.reserved = mark(device)
         """Whatever ran over this range before lies before it."""
-        books = catalog.level_token_ids
-        arrays = {f"book {level}": padded_book(tokens) for level, tokens in enumerate(books)}
-        sizes = {f"size {level}": np.array(tokens.size, np.int64) for level, tokens in enumerate(books)}
-        staged = to_device(arrays | sizes | {"base": np.array(lease.base, np.int64)}, device)
+        self._nodes = nodes
         self._levels = [
-            TrieLevel(nodes, staged["base"], staged[f"book {level}"], staged[f"size {level}"])
-            for level in range(len(books))
+            Staged.of({"base": int64(lease.base), "size": int64(tokens.size), "book": padded_book(tokens)}, device)
+            for tokens in catalog.level_token_ids
         ]
 
-    def level(self, level: int) -> TrieLevel:
-        """The tree for candidates of that level."""
-        return self._levels[level]
+    def level(self, level: int, places: Places) -> TrieLevel:
+        """The tree for candidates of that level, brought to its place."""
+        own = places.copy(self._levels[level])
+        return TrieLevel(self._nodes, own["base"], own["book"], own["size"])
 
 
 class CatalogArena(Ranges):
@@ -175,6 +173,10 @@ class MaskPool(Ranges):
 def num_places(catalog: Catalog) -> int:
     """Places of the arena that a catalog version takes: `first_child` has one more than there are nodes."""
     return catalog.index.num_nodes + 1
+
+
+def int64(number: int) -> np.ndarray:
+    return np.array(number, dtype=np.int64)
 
 
 def padded_book(token_ids: np.ndarray) -> np.ndarray:

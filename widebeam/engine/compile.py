@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
 from widebeam.engine.shapes import COMMON_TOKENS, REQUEST_RUNGS, token_rungs
-from widebeam.engine.state import PackedPrompts
+from widebeam.engine.state import PackedPrompts, WaveData
 from widebeam.engine.step import Reuse, forward_rows, prompt_body, prompt_last
 from widebeam.model.layers import Stream
 
@@ -52,6 +52,68 @@ def _own(function: Program) -> Program:
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
+class Replayed:
+    """A compiled function that replays its graphs by itself, once graph trees have captured them.
+
+    Before a replay torch checks every guard, each input and what earlier graphs left, which takes more of the host's
+    time than all the rest of a launch. Here nothing is left to check: no graph returns anything, and all that one reads
+    and writes lies in a fixed place, so that places and sizes of the arguments say which it is.
+    """
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._program, self._device = program, device
+        self._nodes: dict[Hashable, Any] = {}
+        """Graph trees' nodes, by what they are for. They hold their graphs, and all that these use."""
+        self._whole: set[Any] = set()
+        """Nodes that are the whole of a call."""
+
+    def __call__(self, core: Core, *args: Any) -> None:
+        key = fixed(args)
+        if (node := self._nodes.get(key)) is not None:
+            node.run_graph()
+            return
+        before, captured = self._last_node(), made_so_far(self._device).captured
+        self._program(core, *args)
+        node = self._last_node()
+        if node is None or node is before or copies_inputs(node):
+            return
+        if made_so_far(self._device).captured == captured + 1:
+            self._whole.add(node)
+        if node in self._whole:
+            self._nodes[key] = node
+
+    def _last_node(self) -> Any:
+        """The graph that graph trees captured or replayed last; None if there is none, as on a CPU."""
+        manager = graph_trees(self._device)
+        node = manager.current_node if manager is not None else None
+        return node if hasattr(node, "run_graph") else None
+
+
+def copies_inputs(node: Any) -> bool:
+    """Whether a graph reads copies of some of the tensors that it is called with."""
+    return any(isinstance(node.reconstructed_inputs[i], Tensor) for i in node.non_static_input_idx)
+
+
+def graph_trees(device: torch.device) -> Any:
+    """What captures this thread's graphs on a device; None if there is none yet, or it is a CPU."""
+    from torch._inductor import cudagraph_trees  # torch loads it with the first graph
+
+    if device.type != "cuda":
+        return None
+    return cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
+
+
+def fixed(value: Any) -> Hashable:
+    """All of an argument that a graph depends on: numbers, and where tensors lie and how large they are."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.shape
+    if isinstance(value, tuple):
+        return tuple([fixed(part) for part in value])
+    if isinstance(value, PackedPrompts | WaveData):
+        return tuple([fixed(part) for part in vars(value).values()])
+    return value
+
+
 def _own_graph_trees() -> None:
     """Graph trees belong to a thread, and torch 2.11 prepares only the one that first imports them."""
     from torch._inductor import cudagraph_trees
@@ -77,11 +139,15 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
     torch._dynamo.config.accumulated_recompile_limit = VARIANTS
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     _keep_in_place(core)
+    device = core.state.level.device
+    body, last, forward, select = (
+        Replayed(compiler(function), device) for function in (kept_body, kept_last, forward_rows, advance)
+    )
     return Programs(
-        body=compiler(kept_body),
-        last=compiler(kept_last),
-        forward_rows=compiler(forward_rows),
-        advance=compiler(advance),
+        body=body,
+        last=last,
+        forward_rows=forward,
+        advance=select,
         graphed={(requests, tokens, 0) for requests in REQUEST_RUNGS for tokens in token_rungs(COMMON_TOKENS)},
     )
 
@@ -97,11 +163,8 @@ class Made(NamedTuple):
 
 def made_so_far(device: torch.device) -> Made:
     """Counts of graphs; they stand still once every shape in use is known."""
-    from torch._inductor import cudagraph_trees  # torch loads it with the first graph
-
-    counters = torch._dynamo.utils.counters
-    manager = cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
-    captured = sum(len(nodes) for nodes in manager.roots.values()) if manager is not None else 0
+    counters, trees = torch._dynamo.utils.counters, graph_trees(device)
+    captured = sum(len(nodes) for nodes in trees.roots.values()) if trees is not None else 0
     return Made(counters["stats"]["unique_graphs"], captured, counters["inductor"]["cudagraph_skips"])
 
 
@@ -142,4 +205,9 @@ def _keep_in_place(core: Core) -> None:
     for buffer in [*own, *state.finished, *core.context.pools, *core.beams.pools, *rooms]:
         # of a pool of symbolic size torch 2.13 loses where a layer begins, and each symbolic size costs a look a call
         torch._dynamo.mark_static(buffer)
-        torch._dynamo.mark_static_address(buffer, guard=False)
+        _promise(buffer)
+    state.brought.promise(_promise)
+
+
+def _promise(buffer: Tensor) -> None:
+    torch._dynamo.mark_static_address(buffer, guard=False)

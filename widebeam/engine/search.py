@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from widebeam.constraints.arena import DeviceTrie, MaskPool
+from widebeam.constraints.arena import DeviceTrie
 from widebeam.constraints.trie import Masks
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
@@ -49,11 +49,10 @@ ALONE = Between()
 @torch.inference_mode()
 def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, between: Between) -> LaunchedWave:
     """Search all requests of a wave."""
-    device = core.state.level.device
-    clock = Clock(device)
+    clock = Clock(core.state.level.device)
     clock.mark()
     launch_prompts(core, wave)  # first, so that the device is busy while the rest is prepared
-    data = wave_data(wave, core.model.config.vocab_size, device, core.masks)
+    data = wave_data(core, wave)
     trace = Trace(core, wave, data) if wave.top_logprobs or wave.return_beam_details else None
     select = selection(core, wave, data, trie, trace)
     select(0)
@@ -72,7 +71,7 @@ def selection(
     draws = draws_of(wave, core.model.config.vocab_size, core.state.level.device) if wave.sampled else None
 
     def select(level: int) -> None:
-        here = trie.level(level) if trie else None
+        here = trie.level(level, core.state.brought) if trie else None
         if trace:
             trace.before(level, here)
         if draws:
@@ -98,6 +97,7 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int]
                 put_back = core.state.set_aside(wave.requests, wave.places, wave.num_levels, wave.noisy)
                 between.run_others()
                 put_back()
+                wave_data(core, wave)  # others may have brought theirs to the same place
                 planned = None
         shape, widths, rows, splits = wave.shapes[level], wave.rows(level - 1), wave.decoded(level), wave.splits(level)
         plan, handle = core.plans.context(shape.requests, rows, splits)
@@ -115,11 +115,12 @@ def launch_prompts(core: Core, wave: Wave) -> None:
     A group runs as two graphs if its size has some, or behind prefixes a larger one; else kernel by kernel, which the
     host launches as fast as the device runs only if they are large. The last layer is planned while the others run.
     """
-    programs, device = core.programs, core.state.level.device
+    programs, state = core.programs, core.state
     for group in prompt_groups(wave.searches):
         searches = group.searches
         rows, splits, graphed = group_size(core, wave.requests, searches)
-        prompts = PackedPrompts(**to_device(prompt_arrays(core, wave, group, rows), device))
+        arrays = prompt_arrays(core, wave, group, rows)
+        prompts = PackedPrompts(**(state.brought.put(arrays) if graphed else to_device(arrays, state.level.device)))
         lengths = [search.num_new for search in searches]
         body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
         plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
@@ -205,23 +206,23 @@ def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
     return {"stop_B": request, "stop_token": token}
 
 
-def wave_data(wave: Wave, vocab_size: int, device: torch.device, pool: MaskPool) -> WaveData:
+def wave_data(core: Core, wave: Wave) -> WaveData:
     """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them, and masks
     go to their places in the pool."""
-    arrays = wave.arrays()
-    special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
-    masks, (pruning, caps, noise) = wave.mask_arrays(), wave.policy_arrays()
-    others = stop_arrays(wave) | {"special_S": np.array(special, dtype=np.int64)} | masks | pruning | caps | noise
-    staged = to_device(arrays | others, device)
+    brought, pool = core.state.brought, core.masks
+    arrays, masks, (pruning, caps, noise) = wave.arrays(), wave.mask_arrays(), wave.policy_arrays()
+    staged = brought.put(arrays | masks | pruning | caps | noise)
     if masks and wave.mask_lease is not None:
         pool.put(wave.masks, wave.mask_lease.base)
     stop_BV = None
     if wave.has_stops:
-        stop_BV = torch.zeros(wave.requests + 1, vocab_size, dtype=torch.bool, device=device)
-        stop_BV[staged["stop_B"], staged["stop_token"]] = True
+        stops = to_device(stop_arrays(wave), core.state.level.device)
+        stop_BV = brought.zeros("stop_BV", (wave.requests + 1, core.model.config.vocab_size), np.bool_)
+        stop_BV[stops["stop_B"], stops["stop_token"]] = True
+    special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
     return WaveData(
         stop_BV=stop_BV,
-        special_S=staged["special_S"] if special else None,
+        special_S=brought.put({"special_S": np.array(special, dtype=np.int64)})["special_S"] if special else None,
         pruning=Pruning(**{name: staged[name] for name in pruning}) if pruning else None,
         cap_B1=staged.get("cap_B1"),
         noise=Noise(**{name: staged[name] for name in noise}) if noise else None,

@@ -8,37 +8,117 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float64): torch.float64}
+DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int64", "int32", "float64", "bool")}
 PIECE = 2 << 20
 """Elements of a long array that are copied together: 8 MiB, 0.2 ms of an H200's bus."""
 ROOM = 16
 """Bytes at a multiple of which each array begins: compiled code copies what does not."""
 
 
+Layout = tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]
+"""Name, shape and type of arrays that lie one behind the other."""
+
+
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """The arrays, of DTYPES, as views of one device buffer, filled by one asynchronous copy from pinned memory.
+    """The arrays, of DTYPES, as views of one device buffer, filled by one asynchronous copy from pinned memory."""
+    return _views(_layout(arrays), _packed(arrays, device).to(device, non_blocking=True))
+
+
+class Staged(NamedTuple):
+    """Arrays on the device, one behind the other."""
+
+    layout: Layout
+    bytes: Tensor
+
+    @classmethod
+    def of(cls, arrays: dict[str, np.ndarray], device: torch.device) -> Staged:
+        return cls(_layout(arrays), _packed(arrays, device).to(device, non_blocking=True))
+
+
+class Places:
+    """Memory of the device for what every wave brings: arrays of the same names and sizes always lie in the same place,
+    so that graphs find them there. What is put there takes the place of what was there before, in stream order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[Layout, tuple[Tensor, dict[str, Tensor]]] = {}
+        self._promise: Callable[[Tensor], None] = lambda _: None
+
+    def promise(self, promise: Callable[[Tensor], None]) -> None:
+        """Tell whom it concerns of each tensor that will never move."""
+        self._promise = promise
+        self._known.clear()
+
+    def put(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """The arrays, of DTYPES, by one asynchronous copy from pinned memory."""
+        return self._take(_layout(arrays), _packed(arrays, self._device))
+
+    def copy(self, staged: Staged) -> dict[str, Tensor]:
+        """The same of what is on the device already."""
+        return self._take(*staged)
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: type) -> Tensor:
+        """A tensor of nothing but zeros."""
+        buffer, views = self._of(((name, shape, np.dtype(dtype)),))
+        buffer.zero_()
+        return views[name]
+
+    def _take(self, layout: Layout, source: Tensor) -> dict[str, Tensor]:
+        buffer, views = self._of(layout)
+        buffer.copy_(source, non_blocking=True)
+        return views
+
+    def _of(self, layout: Layout) -> tuple[Tensor, dict[str, Tensor]]:
+        if layout not in self._known:
+            buffer = torch.empty(_size(layout), dtype=torch.uint8, device=self._device)
+            self._known[layout] = buffer, _views(layout, buffer)
+            for view in self._known[layout][1].values():
+                self._promise(view)
+        return self._known[layout]
+
+
+def _layout(arrays: dict[str, np.ndarray]) -> Layout:
+    return tuple([(name, array.shape, array.dtype) for name, array in arrays.items()])
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ROOM) * ROOM
+
+
+def _size(layout: Layout) -> int:
+    return sum([_rounded(math.prod(shape) * dtype.itemsize) for _, shape, dtype in layout])
+
+
+def _packed(arrays: dict[str, np.ndarray], device: torch.device) -> Tensor:
+    """All bytes, each array's from a multiple of ROOM on, in pinned memory if they go to a GPU.
 
     Little is done array by array, since the host's time counts before the first kernel runs.
     """
-    rooms = [-(-array.nbytes // ROOM) * ROOM for array in arrays.values()]
-    host = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    size = sum([_rounded(array.nbytes) for array in arrays.values()])
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     view, start = host.numpy(), 0
-    for array, room in zip(arrays.values(), rooms, strict=True):
+    for array in arrays.values():
         view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        start += room
-    buffer, start, staged = host.to(device, non_blocking=True), 0, {}
-    of_dtype = {dtype: buffer.view(dtype) for dtype in {DTYPES[array.dtype] for array in arrays.values()}}
-    for (name, array), room in zip(arrays.items(), rooms, strict=True):
-        strides = [math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)]
-        staged[name] = of_dtype[DTYPES[array.dtype]].as_strided(array.shape, strides, start // array.itemsize)
-        start += room
-    return staged
+        start += _rounded(array.nbytes)
+    return host
+
+
+def _views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
+    """The arrays of `_packed`, in a buffer like it."""
+    views, start = {}, 0
+    of_dtype = {dtype: buffer.view(DTYPES[dtype]) for _, _, dtype in layout}
+    for name, shape, dtype in layout:
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        views[name] = of_dtype[dtype].as_strided(shape, strides, start // dtype.itemsize)
+        start += _rounded(math.prod(shape) * dtype.itemsize)
+    return views
 
 
 def send(arrays: Sequence[np.ndarray], place: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from widebeam.constraints.trie import Masks
 from widebeam.engine.pruning import Pruning
 from widebeam.engine.shapes import depth_rung
+from widebeam.engine.staging import Places
 
 REASONS = ("length", "stop", "item")
 """Finish reasons by their code on the device."""
@@ -80,6 +81,7 @@ class BeamState:
             path=zeros(rows, columns, dtype=torch.int32),
         )
         self.finished_key_F = zeros(rows, dtype=torch.float32)  # what a sample is kept by
+        self.brought = Places(device)
 
     def start(self, num_requests: Tensor, requests: int) -> None:
         """Make one live row for each real request: its prompt, at the catalog's root, with nothing decoded."""

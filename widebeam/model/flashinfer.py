@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from widebeam.model.config import ModelConfig
+from widebeam.model.planning import DeviceArrays, Planner
 
 log = logging.getLogger(__name__)
 HEAD_DIMS = (64, 128, 256)
@@ -156,22 +157,31 @@ class FlashInferPrefill:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         self._backend, self._requests = backend, requests
-        queries, keys = (torch.zeros(requests + 2, dtype=torch.int32, device=backend.device) for _ in range(2))
         room = backend.room(backend.kernel, rows or 0, requests + 1)
+        arrays = DeviceArrays([requests + 2] * 2, backend.device)
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(
-            room, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=queries, kv_indptr_buf=keys,
+            room, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=arrays.views[0], kv_indptr_buf=arrays.views[1],
             backend=backend.kernel,
         )  # fmt: skip
+        self._planner = Planner(self._wrapper, arrays) if rows is not None else None
 
     def plan(self, lengths: Sequence[int], num_rows: int) -> None:
-        sizes = [*lengths, *[0] * (self._requests - len(lengths)), num_rows - sum(lengths)]
-        indptr = torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32))
-        event = self._backend.stage(self._wrapper)
-        self._wrapper.plan(
-            indptr, indptr, *self._backend.heads, causal=True, q_data_type=self._backend.dtype,
-            kv_data_type=self._backend.dtype,
-        )  # fmt: skip
-        event.record(self._backend.stream)
+        backend = self._backend
+        sizes = np.array([*lengths, *[0] * (self._requests - len(lengths)), num_rows - sum(lengths)], dtype=np.int32)
+        begins = np.concatenate(([0], sizes)).cumsum(dtype=np.int32)
+
+        def first() -> None:
+            indptr = torch.from_numpy(begins)
+            self._wrapper.plan(
+                indptr, indptr, *backend.heads, causal=True, q_data_type=backend.dtype, kv_data_type=backend.dtype
+            )
+
+        event = backend.stage(self._wrapper)
+        if self._planner is None:
+            first()
+        else:
+            self._planner.plan(first, begins, begins, sizes, (begins, begins))
+        event.record(backend.stream)
 
     def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         return self._wrapper.run(q_TQD, k_TKD, v_TKD, out=torch.empty_like(q_TQD), return_lse=True)
@@ -191,30 +201,33 @@ class FlashInferContext:
         self._backend, self._requests, self._rows, self._splits = backend, requests, rows, splits
         self._beside = beside
         batch = splits * (requests + 1)
-
-        def buffer(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=backend.device)
-
         room = backend.room(backend.context_kernel, splits * rows, batch)
+        arrays = DeviceArrays([batch + 1, batch + 1, batch, requests * backend.max_pages + batch], backend.device)
+        queries, keys, last, indices = arrays.views
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            room, "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(batch + 1),
-            paged_kv_indptr_buf=buffer(batch + 1), paged_kv_indices_buf=buffer(requests * backend.max_pages + batch),
-            paged_kv_last_page_len_buf=buffer(batch), backend=backend.context_kernel,
+            room, "NHD", use_cuda_graph=True, qo_indptr_buf=queries, paged_kv_indptr_buf=keys,
+            paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=last, backend=backend.context_kernel,
         )  # fmt: skip
+        self._planner = Planner(self._wrapper, arrays)
 
     def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         backend = self._backend
         rows, tables, last = self._parts(widths, lengths, pages)
-        indices = torch.from_numpy(np.concatenate([np.asarray(table, dtype=np.int32) for table in tables]))
+        counts, last_P = np.array([*map(len, tables)], dtype=np.int32), np.array(last, dtype=np.int32)
+        queries = np.array([0, *rows]).cumsum(dtype=np.int32)
+        keys = np.concatenate(([0], counts)).cumsum(dtype=np.int32)
+        indices = np.array([*itertools.chain.from_iterable(tables)], dtype=np.int32)
+
+        def first() -> None:
+            arrays = torch.from_numpy(queries), torch.from_numpy(keys), torch.from_numpy(indices).to(backend.device)
+            self._wrapper.plan(
+                *arrays, torch.from_numpy(last_P), *backend.heads, backend.page_size, causal=False,
+                q_data_type=backend.dtype, kv_data_type=backend.kv_dtype,
+            )  # fmt: skip
+
         event = backend.stage(self._wrapper, self._beside)
-        self._wrapper.plan(
-            torch.from_numpy(np.cumsum([0, *rows], dtype=np.int32)),
-            torch.from_numpy(np.cumsum([0, *map(len, tables)], dtype=np.int32)),
-            indices.pin_memory().to(backend.device, non_blocking=True),
-            torch.tensor(last, dtype=torch.int32),
-            *backend.heads, backend.page_size, causal=False, q_data_type=backend.dtype, kv_data_type=backend.kv_dtype,
-            max_token_per_sequence=max(rows),  # else it is looked for in Python
-        )  # fmt: skip
+        tokens = np.maximum(counts - 1, 0) * backend.page_size + last_P
+        self._planner.plan(first, queries, keys, tokens, (queries, keys, last_P, indices))
         event.record(backend.stream)
 
     def _parts(
