@@ -51,7 +51,6 @@ async def serve(arguments: Any, items: int, codes: int, levels: int, first_token
         width = min(arguments.width, items)
         engine = Engine(
             str(arguments.checkpoint),
-            warmup="none",  # what runs here is met before it counts
             max_context_len=arguments.context + 64,
             max_wave_requests=CONCURRENCY,
             max_beam_width=max(64, width),
