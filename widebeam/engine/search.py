@@ -19,6 +19,7 @@ from widebeam.constraints.arena import DeviceTrie
 from widebeam.constraints.trie import Masks
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
+from widebeam.engine.packing import layout, pack
 from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
 from widebeam.engine.shapes import GROUP_TOKENS, context_splits, token_rung
@@ -239,13 +240,5 @@ def contexts(searches: list[Search]) -> tuple[list[int], list[list[int]]]:
 
 def collect(core: Core, wave: Wave) -> HostCopy:
     """Follow the finished sequences' paths through the history and send it all home, as `flight.unpack` takes it."""
-    state, L = core.state, wave.num_levels
-    done = state.finished.head(wave.places, L)
-    path_LF = done.path.t().long()
-    token_LF, logprob_LF = state.token_JR[:L].gather(1, path_LF), state.logprob_JR[:L].gather(1, path_LF)
-    last_LF = torch.arange(L, device=path_LF.device)[:, None] == done.length - 1
-    token_LF = torch.where(last_LF, done.token.int(), token_LF)
-    logprob_LF = torch.where(last_LF, done.logprob, logprob_LF)
-    integers = torch.stack((done.length, done.node, done.reason)).int()
-    floats = torch.stack((done.score, done.cum))
-    return HostCopy([token_LF, logprob_LF, integers, floats, state.broken_B])
+    state, F, L = core.state, wave.places, wave.num_levels
+    return HostCopy(pack(state, F, L), layout(state, F, L))

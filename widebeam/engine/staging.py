@@ -21,6 +21,9 @@ PIECE = 2 << 20
 ROOM = 16
 """Bytes at a multiple of which each array begins: compiled code copies what does not."""
 
+Layout = list[tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and types of arrays that lie one behind the other."""
+
 
 Layout = tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]
 """Name, shape and type of arrays that lie one behind the other."""
@@ -180,19 +183,26 @@ def _pieces(copies: Iterable[tuple[np.ndarray, Tensor]]) -> Iterator[tuple[np.nd
 
 
 class HostCopy:
-    """Tensors (of 4-byte types) on their way to the host in one copy, which nobody waits for yet."""
+    """Arrays of 4-byte types on their way to the host in one copy, which nobody waits for yet."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        flat = torch.cat([tensor.contiguous().view(torch.int32).flatten() for tensor in tensors])
+    def __init__(self, flat: Tensor, layout: Layout) -> None:
+        """`flat` is int32: the arrays' bits, one behind the other."""
+        self._layout = layout
         self._host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=flat.is_cuda)
         self._host.copy_(flat, non_blocking=True)
 
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> HostCopy:
+        """Of tensors that have yet to be laid so."""
+        flat = torch.cat([tensor.contiguous().view(torch.int32).flatten() for tensor in tensors])
+        return cls(flat, [(tensor.shape, tensor.dtype) for tensor in tensors])
+
     def arrays(self) -> list[np.ndarray]:
-        """The tensors as numpy arrays, once the device has made the copy."""
+        """The numpy arrays, once the device has made the copy."""
         flat, arrays, start = self._host.numpy(), [], 0
         for shape, dtype in self._layout:
-            part = flat[start : start + shape.numel()].reshape(shape)
+            size = math.prod(shape)
+            part = flat[start : start + size].reshape(shape)
             arrays.append(part.view(np.float32) if dtype == torch.float32 else part)
-            start += shape.numel()
+            start += size
         return arrays

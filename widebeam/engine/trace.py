@@ -68,7 +68,7 @@ class Trace:
             for each in pair
         ]
         copies = [*likely, *(each for beams in self._beams for each in beams), path_LF.int()]
-        return TraceCopy(wave, len(self._likely), len(self._beams), HostCopy(copies))
+        return TraceCopy(wave, len(self._likely), len(self._beams), HostCopy.of(copies))
 
 
 class TraceCopy:

@@ -1,0 +1,59 @@
+"""What a wave found, packed for its way home: plain PyTorch for every device, a Triton kernel on CUDA.
+
+The plain implementation is the CPU's path and the kernel's oracle. Nothing compiles or captures it, so it is no custom
+op: one would cost the host some 0.1 ms more, since its code last ran a wave ago.
+
+Letters: L levels, F finished sequences, J decoded tokens, R rows, B requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from widebeam.engine.staging import Layout
+from widebeam.engine.state import BeamState
+
+
+def layout(state: BeamState, places: int, levels: int) -> Layout:
+    """What `pack` lays one behind the other: token_LF, logprob_LF, (length, node, reason), (score, cum), broken_B."""
+    F, L = places, levels
+    return [
+        ((L, F), torch.int32),
+        ((L, F), torch.float32),
+        ((3, F), torch.int32),
+        ((2, F), torch.float32),
+        (state.broken_B.shape, torch.int32),
+    ]
+
+
+def pack(state: BeamState, places: int, levels: int) -> Tensor:
+    """The first F = `places` finished sequences, of at most L = `levels` tokens: one int32 tensor, as in `layout`.
+
+    Tokens before the last are found in the history by the sequence's path. Tokens and their log-probabilities are 0
+    beyond a sequence's length, and in empty places (score -inf), whose paths are never looked at. Integers keep their
+    low 32 bits, floats all bits.
+    """
+    if state.token_JR.is_cuda:
+        from widebeam.engine import packing_triton
+
+        return packing_triton.pack(state, places, levels)
+    done = state.finished.head(places, levels)
+    last_F = torch.where(done.score > -torch.inf, done.length - 1, -1)
+    level_L1 = torch.arange(levels, device=last_F.device)[:, None]
+    before_LF, last_LF = level_L1 < last_F, level_L1 == last_F
+    path_LF = torch.where(before_LF, done.path.t(), 0).long()
+    parts = (
+        _spelled(state.token_JR[:levels].gather(1, path_LF), before_LF, done.token.int(), last_LF),
+        _spelled(state.logprob_JR[:levels].gather(1, path_LF), before_LF, done.logprob, last_LF),
+        *(each.int() for each in (done.length, done.node, done.reason)),
+        done.score,
+        done.cum,
+        state.broken_B,
+    )
+    return torch.cat([part.view(torch.int32).flatten() for part in parts])
+
+
+def _spelled(history_LF: Tensor, before_LF: Tensor, last_F: Tensor, last_LF: Tensor) -> Tensor:
+    """What the history has of a sequence, then what its last token has, then zeros."""
+    return torch.where(before_LF, history_LF, torch.where(last_LF, last_F, 0))
