@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from widebeam.engine.packing import layout, pack
+from widebeam.engine.packing import pack, parts
 from widebeam.engine.staging import HostCopy
 from widebeam.engine.state import BeamState
 
@@ -81,7 +81,7 @@ def expected(state: BeamState, places: int, levels: int) -> list[Any]:
 )
 def test_sequences_come_home(places: int, spare: int, requests: int, levels: int, empty: float, seed: int) -> None:
     state = random_state(places + spare, requests, levels, empty, seed)
-    arrays = HostCopy(pack(state, places, levels), layout(state, places, levels)).arrays()
+    arrays = HostCopy(pack(state, places, levels), parts(state, places, levels)).arrays()
     assert [array.dtype.name for array in arrays] == ["int32", "float32", "int32", "float32", "int32"]
     assert [array.view(np.int32).tolist() for array in arrays] == expected(state, places, levels)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from widebeam.engine.staging import Layout
+from widebeam.engine.staging import Parts
 from widebeam.engine.state import BeamState
 
 
-def layout(state: BeamState, places: int, levels: int) -> Layout:
+def parts(state: BeamState, places: int, levels: int) -> Parts:
     """What `pack` lays one behind the other: token_LF, logprob_LF, (length, node, reason), (score, cum), broken_B."""
     F, L = places, levels
     return [
@@ -28,7 +28,7 @@ def layout(state: BeamState, places: int, levels: int) -> Layout:
 
 
 def pack(state: BeamState, places: int, levels: int) -> Tensor:
-    """The first F = `places` finished sequences, of at most L = `levels` tokens: one int32 tensor, as in `layout`.
+    """The first F = `places` finished sequences, of at most L = `levels` tokens: one int32 tensor, as in `parts`.
 
     Tokens before the last are found in the history by the sequence's path. Tokens and their log-probabilities are 0
     beyond a sequence's length, and in empty places (score -inf), whose paths are never looked at. Integers keep their
@@ -43,7 +43,7 @@ def pack(state: BeamState, places: int, levels: int) -> Tensor:
     level_L1 = torch.arange(levels, device=last_F.device)[:, None]
     before_LF, last_LF = level_L1 < last_F, level_L1 == last_F
     path_LF = torch.where(before_LF, done.path.t(), 0).long()
-    parts = (
+    found = (
         _spelled(state.token_JR[:levels].gather(1, path_LF), before_LF, done.token.int(), last_LF),
         _spelled(state.logprob_JR[:levels].gather(1, path_LF), before_LF, done.logprob, last_LF),
         *(each.int() for each in (done.length, done.node, done.reason)),
@@ -51,7 +51,7 @@ def pack(state: BeamState, places: int, levels: int) -> Tensor:
         done.cum,
         state.broken_B,
     )
-    return torch.cat([part.view(torch.int32).flatten() for part in parts])
+    return torch.cat([part.view(torch.int32).flatten() for part in found])
 
 
 def _spelled(history_LF: Tensor, before_LF: Tensor, last_F: Tensor, last_LF: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from widebeam.constraints.arena import DeviceTrie
 from widebeam.constraints.trie import Masks
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
-from widebeam.engine.packing import layout, pack
+from widebeam.engine.packing import pack, parts
 from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
 from widebeam.engine.shapes import GROUP_TOKENS, context_splits, token_rung
@@ -241,4 +241,4 @@ def contexts(searches: list[Search]) -> tuple[list[int], list[list[int]]]:
 def collect(core: Core, wave: Wave) -> HostCopy:
     """Follow the finished sequences' paths through the history and send it all home, as `flight.unpack` takes it."""
     state, F, L = core.state, wave.places, wave.num_levels
-    return HostCopy(pack(state, F, L), layout(state, F, L))
+    return HostCopy(pack(state, F, L), parts(state, F, L))

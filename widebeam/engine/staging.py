@@ -21,8 +21,8 @@ PIECE = 2 << 20
 ROOM = 16
 """Bytes at a multiple of which each array begins: compiled code copies what does not."""
 
-Layout = list[tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and types of arrays that lie one behind the other."""
+Parts = list[tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and types of what lies one behind the other."""
 
 
 Layout = tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]
@@ -185,9 +185,9 @@ def _pieces(copies: Iterable[tuple[np.ndarray, Tensor]]) -> Iterator[tuple[np.nd
 class HostCopy:
     """Arrays of 4-byte types on their way to the host in one copy, which nobody waits for yet."""
 
-    def __init__(self, flat: Tensor, layout: Layout) -> None:
+    def __init__(self, flat: Tensor, parts: Parts) -> None:
         """`flat` is int32: the arrays' bits, one behind the other."""
-        self._layout = layout
+        self._parts = parts
         self._host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=flat.is_cuda)
         self._host.copy_(flat, non_blocking=True)
 
@@ -200,7 +200,7 @@ class HostCopy:
     def arrays(self) -> list[np.ndarray]:
         """The numpy arrays, once the device has made the copy."""
         flat, arrays, start = self._host.numpy(), [], 0
-        for shape, dtype in self._layout:
+        for shape, dtype in self._parts:
             size = math.prod(shape)
             part = flat[start : start + size].reshape(shape)
             arrays.append(part.view(np.float32) if dtype == torch.float32 else part)
