@@ -38,7 +38,7 @@ KINDS = {
     r"|logsumexp|log_softmax|candidate|^_(count|take|rank|columns|merge)$",
     "copies": r"memcpy|memset|direct_copy|copy_kernel|::copy_|CatArray|FillFunctor|::fill_|::zero_",
     "pointwise": r"triton_|elementwise|vectorized|reduce_kernel|norm|silu|rope|rotary|rotate|quant|index|gather|scatter"
-    r"|_merge_beams|^_pack$|at::native|aten::",
+    r"|_merge_beams|at::native|aten::",
 }
 """The first pattern found in a kernel's name decides its kind; a name without any is `other`."""
 PHASES = ("prefill", "levels", "collect")

@@ -112,7 +112,7 @@ def test_compiled_equals_eager(large_heads: tuple[Path, Catalog], monkeypatch: p
         assert runs[2] == runs[3], "a replay gave other numbers than the replay before"
         programs = compiled.core.programs
         with monkeypatch.context() as patch:
-            for program in (programs.body, programs.last, programs.forward_rows, programs.advance):
+            for program in (programs.body, programs.last, programs.forward_rows, programs.advance, programs.pack):
                 patch.setattr(program, "_program", refuse)
             assert results(compiled, kind, catalog) == runs[3]
     after = made_so_far(compiled.device)

@@ -1,11 +1,11 @@
-"""What a wave sends home, against plain loops over the device's buffers; and the kernel against the plain function."""
+"""What a wave sends home, against plain loops over the device's buffers."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,13 +19,13 @@ NOWHERE = 2**31 - 1
 """As a row it lies outside of every buffer."""
 
 
-def random_state(rows: int, requests: int, levels: int, empty: float, seed: int, device: str = "cpu") -> BeamState:
+def random_state(rows: int, requests: int, levels: int, empty: float, seed: int) -> BeamState:
     """Any bits in every buffer, but living places have lengths up to `levels` and paths to rows that there are.
 
     What nobody should follow leads nowhere: paths behind a sequence's end and those of empty places.
     """
     rng = np.random.default_rng(seed)
-    state = BeamState(rows, requests, levels, 1, 1, torch.float32, torch.device(device))
+    state = BeamState(rows, requests, levels, 1, 1, torch.float32, torch.device("cpu"))
     done = state.finished
     for buffer in (*done, state.token_JR, state.logprob_JR, state.broken_B):
         bound = 2 ** (8 * buffer.element_size() - 1)
@@ -81,18 +81,8 @@ def expected(state: BeamState, places: int, levels: int) -> list[Any]:
 )
 def test_sequences_come_home(places: int, spare: int, requests: int, levels: int, empty: float, seed: int) -> None:
     state = random_state(places + spare, requests, levels, empty, seed)
-    arrays = HostCopy(pack(state, places, levels), parts(state, places, levels)).arrays()
+    core: Any = SimpleNamespace(state=state)
+    pack(core, places, levels)
+    arrays = HostCopy(state.home, parts(state, places, levels)).arrays()
     assert [array.dtype.name for array in arrays] == ["int32", "float32", "int32", "float32", "int32"]
     assert [array.view(np.int32).tolist() for array in arrays] == expected(state, places, levels)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("empty", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(
-    ("places", "requests", "levels"),
-    [(1, 1, 1), (1, 600, 2), (128, 127, 3), (129, 4, 16), (4096, 4, 3), (20_000, 256, 5), (77, 3, 512)],
-)
-def test_pack_kernels(places: int, requests: int, levels: int, empty: float) -> None:
-    args = (places + 3, requests, levels, empty, places)
-    host, device = random_state(*args), random_state(*args, device="cuda")
-    assert torch.equal(pack(device, places, levels).cpu(), pack(host, places, levels))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.model.test_ops import DTYPES, EPS, float8_args, merge_args, norm_args, rotate_args, rows
-from widebeam.engine.state import BeamState
 
 triton = pytest.importorskip("triton")
 NAMES = {
@@ -70,9 +69,3 @@ def test_kernels_of_selection(capability: int, by_position: bool) -> None:
     start, limit = torch.tensor([0, 40, 100]), torch.tensor([5, 9])
     segment_top_triton.segment_top(torch.randn(100), start, limit, 14, by_position)
     column_best_triton.column_best(torch.randn(3, 1000), 128)
-
-
-def test_kernel_of_packing(capability: int) -> None:
-    from widebeam.engine import packing_triton
-
-    packing_triton.pack(BeamState(8, 3, 4, 1, 1, torch.float32, torch.device("cpu")), 5, 2)

@@ -19,12 +19,13 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
+from widebeam.engine.packing import pack
 from widebeam.engine.shapes import COMMON_TOKENS, REQUEST_RUNGS, token_rungs
-from widebeam.engine.state import PackedPrompts, WaveData
+from widebeam.engine.state import PackedPrompts, fixed_of
 from widebeam.engine.step import Reuse, forward_rows, prompt_body, prompt_last
 from widebeam.model.layers import Stream
 
-EAGER = Programs(prompt_body, prompt_last, forward_rows, advance)
+EAGER = Programs(prompt_body, prompt_last, forward_rows, advance, pack)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
 VARIANTS = 512
 """Forms of one function that may be compiled: finishing or not, stop tokens or not, or one for each size if tuned."""
@@ -68,7 +69,7 @@ class Replayed:
         """Nodes that are the whole of a call."""
 
     def __call__(self, core: Core, *args: Any) -> None:
-        key = fixed(args)
+        key = fixed_of(args)
         if (node := self._nodes.get(key)) is not None:
             node.run_graph()
             return
@@ -103,17 +104,6 @@ def graph_trees(device: torch.device) -> Any:
     return cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
 
 
-def fixed(value: Any) -> Hashable:
-    """All of an argument that a graph depends on: numbers, and where tensors lie and how large they are."""
-    if isinstance(value, Tensor):
-        return value.data_ptr(), value.shape
-    if isinstance(value, tuple):
-        return tuple([fixed(part) for part in value])
-    if isinstance(value, PackedPrompts | WaveData):
-        return tuple([fixed(part) for part in vars(value).values()])
-    return value
-
-
 def _own_graph_trees() -> None:
     """Graph trees belong to a thread, and torch 2.11 prepares only the one that first imports them."""
     from torch._inductor import cudagraph_trees
@@ -140,14 +130,11 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     _keep_in_place(core)
     device = core.state.level.device
-    body, last, forward, select = (
-        Replayed(compiler(function), device) for function in (kept_body, kept_last, forward_rows, advance)
-    )
+    functions = {
+        "body": kept_body, "last": kept_last, "forward_rows": forward_rows, "advance": advance, "pack": pack
+    }  # fmt: skip
     return Programs(
-        body=body,
-        last=last,
-        forward_rows=forward,
-        advance=select,
+        **{name: Replayed(compiler(function), device) for name, function in functions.items()},
         graphed={(requests, tokens, 0) for requests in REQUEST_RUNGS for tokens in token_rungs(COMMON_TOKENS)},
     )
 

@@ -34,6 +34,8 @@ class Programs:
     """`step.forward_rows`"""
     advance: Callable[..., None]
     """`advance.advance`"""
+    pack: Callable[..., None]
+    """`packing.pack`"""
     graphed: set[Size] = field(default_factory=set)
     """What `body` and `last` are for. Prompts that find no size here run as they are, by `step`."""
 

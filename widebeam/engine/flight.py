@@ -160,11 +160,11 @@ def unpack(
 
     And the places that they come from. The places of a sample lie in order of its noise.
     """
-    used = slice(sum(search.num_returned for search in searches))
+    used, L = slice(sum(search.num_returned for search in searches)), max(search.levels for search in searches)
     # plain lists: the elements of an array one by one take twice as long
     length_F, node_F, reason_F = integers[:, used].tolist()
     score_F, cum_F = floats[:, used].tolist()
-    token_FL, logprob_FL = token_LF[:, used].T.tolist(), logprob_LF[:, used].T.tolist()
+    token_FL, logprob_FL = token_LF[:L, used].T.tolist(), logprob_LF[:L, used].T.tolist()
     outcomes: list[list[Sequence] | EngineError] = []
     filled: list[list[int]] = []
     start = 0

@@ -1,7 +1,4 @@
-"""What a wave found, packed for its way home: plain PyTorch for every device, a Triton kernel on CUDA.
-
-The plain implementation is the CPU's path and the kernel's oracle. Nothing compiles or captures it, so it is no custom
-op: one would cost the host some 0.1 ms more, since its code last ran a wave ago.
+"""What a wave found, packed for its way home.
 
 Letters: L levels, F finished sequences, J decoded tokens, R rows, B requests.
 """
@@ -11,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from widebeam.engine.core import Core
 from widebeam.engine.staging import Parts
 from widebeam.engine.state import BeamState
 
@@ -27,17 +25,14 @@ def parts(state: BeamState, places: int, levels: int) -> Parts:
     ]
 
 
-def pack(state: BeamState, places: int, levels: int) -> Tensor:
-    """The first F = `places` finished sequences, of at most L = `levels` tokens: one int32 tensor, as in `parts`.
+def pack(core: Core, places: int, levels: int) -> None:
+    """The first F = `places` finished sequences, of at most L = `levels` tokens, to `state.home`, as in `parts`.
 
     Tokens before the last are found in the history by the sequence's path. Tokens and their log-probabilities are 0
     beyond a sequence's length, and in empty places (score -inf), whose paths are never looked at. Integers keep their
     low 32 bits, floats all bits.
     """
-    if state.token_JR.is_cuda:
-        from widebeam.engine import packing_triton
-
-        return packing_triton.pack(state, places, levels)
+    state = core.state
     done = state.finished.head(places, levels)
     last_F = torch.where(done.score > -torch.inf, done.length - 1, -1)
     level_L1 = torch.arange(levels, device=last_F.device)[:, None]
@@ -51,7 +46,8 @@ def pack(state: BeamState, places: int, levels: int) -> Tensor:
         done.cum,
         state.broken_B,
     )
-    return torch.cat([part.view(torch.int32).flatten() for part in found])
+    flat = torch.cat([part.view(torch.int32).flatten() for part in found])
+    state.home[: len(flat)].copy_(flat)
 
 
 def _spelled(history_LF: Tensor, before_LF: Tensor, last_F: Tensor, last_LF: Tensor) -> Tensor:

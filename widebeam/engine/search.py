@@ -19,10 +19,10 @@ from widebeam.constraints.arena import DeviceTrie
 from widebeam.constraints.trie import Masks
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
-from widebeam.engine.packing import pack, parts
+from widebeam.engine.packing import parts
 from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
-from widebeam.engine.shapes import GROUP_TOKENS, context_splits, token_rung
+from widebeam.engine.shapes import GROUP_TOKENS, context_splits, depth_rung, token_rung
 from widebeam.engine.staging import HostCopy, to_device
 from widebeam.engine.state import Noise, PackedPrompts, WaveData
 from widebeam.engine.step import Reuse, prompt_body, prompt_last
@@ -240,5 +240,6 @@ def contexts(searches: list[Search]) -> tuple[list[int], list[list[int]]]:
 
 def collect(core: Core, wave: Wave) -> HostCopy:
     """Follow the finished sequences' paths through the history and send it all home, as `flight.unpack` takes it."""
-    state, F, L = core.state, wave.places, wave.num_levels
-    return HostCopy(pack(state, F, L), parts(state, F, L))
+    sizes = wave.places, depth_rung(wave.num_levels)
+    core.programs.pack(core, *sizes)
+    return HostCopy(core.state.home, parts(core.state, *sizes))

@@ -186,10 +186,11 @@ class HostCopy:
     """Arrays of 4-byte types on their way to the host in one copy, which nobody waits for yet."""
 
     def __init__(self, flat: Tensor, parts: Parts) -> None:
-        """`flat` is int32: the arrays' bits, one behind the other."""
+        """`flat` is int32 and begins with the arrays' bits, one behind the other."""
         self._parts = parts
-        self._host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=flat.is_cuda)
-        self._host.copy_(flat, non_blocking=True)
+        size = sum(math.prod(shape) for shape, _ in parts)
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=flat.is_cuda)
+        self._host.copy_(flat[:size], non_blocking=True)
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> HostCopy:

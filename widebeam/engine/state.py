@@ -6,9 +6,10 @@ H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +82,8 @@ class BeamState:
             path=zeros(rows, columns, dtype=torch.int32),
         )
         self.finished_key_F = zeros(rows, dtype=torch.float32)  # what a sample is kept by
+        places = (2 * depth_rung(max_levels) + 5) * rows + max_requests + 2
+        self.home = zeros(places, dtype=torch.int32)  # what a wave found, see packing.py
         self.brought = Places(device)
 
     def start(self, num_requests: Tensor, requests: int) -> None:
@@ -122,8 +125,26 @@ class Noise(NamedTuple):
     seed_B1: Tensor  # int64
 
 
+def fixed_of(value: Any) -> Hashable:
+    """All of an argument that a graph depends on: numbers, and where tensors lie and how large they are."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.shape
+    if isinstance(value, tuple):
+        return tuple([fixed_of(part) for part in value])
+    return value.fixed if isinstance(value, Brought) else value
+
+
+class Brought:
+    """What a wave brings to the device."""
+
+    @cached_property
+    def fixed(self) -> Hashable:
+        """What is fixed of all its fields, for those who ask more than once."""
+        return fixed_of(tuple(vars(self).values()))
+
+
 @dataclass
-class PackedPrompts:
+class PackedPrompts(Brought):
     """The packed prompts of a group (see search.py), on the device. Rows that only fill a shape use slot 0."""
 
     tokens_T: Tensor  # int64
@@ -136,7 +157,7 @@ class PackedPrompts:
 
 
 @dataclass
-class WaveData:
+class WaveData(Brought):
     """What differs between waves of one shape, on the device. Last entries of the B1 arrays are padding."""
 
     context_len_B1: Tensor  # int64

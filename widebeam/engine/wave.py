@@ -181,14 +181,14 @@ class Wave:
 
     @property
     def graphs(self) -> set[Hashable]:
-        """What its levels run, each as all that its compiled form and its captured graph depend on: sizes, and choices
-        that are no data."""
+        """What its levels and its end run, each as all that its compiled form and its captured graph depend on: sizes,
+        and choices that are no data."""
         depth, form = depth_rung(self.num_levels), self.form
         forward: set[Hashable] = {
             ("rows", self.requests, self.decoded(level), self.splits(level), self.shapes[level].depth)
             for level in range(1, self.num_levels)
         }
-        return forward | {("advance", shape, depth, form) for shape in self.shapes}
+        return forward | {("advance", shape, depth, form) for shape in self.shapes} | {("pack", self.places, depth)}
 
     def rows(self, level: int) -> list[int]:
         """Live rows of each request after `level`: those that go on to the next one."""
