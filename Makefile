@@ -43,7 +43,8 @@ clean:
 SANITIZER ?= compute-sanitizer
 memcheck:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -q -m gpu \
-	  tests/engine/test_segment_top.py tests/model/test_ops.py -k "(kernels or on_cuda) and not graph"
+	  tests/engine/test_segment_top.py tests/model/test_ops.py tests/model/test_row_attention.py \
+	  -k "(kernels or on_cuda) and not graph"
 
 # make nightly   on a GPU: every benchmark, into build/nightly/, and one summary, build/nightly.md
 # PYTHON         must have widebeam's dependencies with the extra cuda; nothing is installed

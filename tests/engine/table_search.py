@@ -50,7 +50,7 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     state = BeamState(4096, 16, 16, 1, vocab_size, torch.float32, device)
     room = 7 + num_places(catalog) if catalog is not None else 1
     arena, pool = CatalogArena(room * NODE_BYTES, device), MaskPool((3 + wave.mask_places) * MASK_BYTES, device)
-    core = Core(model, None, None, state, None, None, arena, pool)  # type: ignore[arg-type]
+    core = Core(model, None, None, state, None, None, arena, pool, 0)  # type: ignore[arg-type]
     trie = None
     if catalog is not None:
         arena.acquire(7)  # so that its nodes do not begin at place 0, nor the masks

@@ -147,10 +147,11 @@ def soak(runtime: Runtime, catalog: Catalog, requests: int, seed: int, vocab_siz
     """Run waves of random searches, with the catalog, without it, and with stop tokens; how many searches ran."""
     integer, done = random_integers(seed), 0
     widest, limits = runtime.config.max_beam_width, runtime.limits
+    longest = min(limits.tokens, runtime._max_context_len)
     while done < requests:
         kind = integer(0, 2)
         searches = draw_wave(
-            integer, limits, widest, vocab_size, limits.tokens, catalog=catalog if kind == 0 else None, stops=kind == 1,
+            integer, limits, widest, vocab_size, longest, catalog=catalog if kind == 0 else None, stops=kind == 1,
             most=requests - done,
         )  # fmt: skip
         if not searches:  # the first one drawn was larger than any wave

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.model.test_ops import DTYPES, EPS, float8_args, merge_args, norm_args, rotate_args, rows
+from tests.model.test_row_attention import row_args
 
 triton = pytest.importorskip("triton")
 NAMES = {
@@ -60,6 +61,20 @@ def test_kernels_of_layers(capability: int, dtype: torch.dtype, quantize: bool) 
         ops_triton.rotate_and_store(*make_args(5, queries, 2, 16, dtype, normed=normed, copies=2))
     if quantize:
         ops_triton.quantize_rows(x)
+
+
+@DTYPES
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize(("Q", "K", "D", "page_size"), [(16, 8, 128, 64), (7, 1, 16, 7)])
+def test_kernels_of_row_attention(
+    capability: int, dtype: torch.dtype, float8: bool, Q: int, K: int, D: int, page_size: int
+) -> None:
+    from widebeam.model import row_attention_triton
+
+    if float8 and capability < HOPPER:
+        pytest.skip("float8 is for Ada and later")
+    args = row_args([5, 0, 100], Q, K, D, dtype, page_size=page_size, quantize=float8, float8=float8)
+    row_attention_triton.row_attention(*args)
 
 
 @pytest.mark.parametrize("by_position", [False, True])

@@ -130,7 +130,7 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     _keep_in_place(core)
     device = core.state.level.device
-    functions = {
+    functions: dict[str, Program] = {
         "body": kept_body, "last": kept_last, "forward_rows": forward_rows, "advance": advance, "pack": pack
     }  # fmt: skip
     return Programs(
@@ -178,10 +178,10 @@ def kept_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | None
     core.state.stream_TH[: residual.shape[0]].copy_(residual if delta is None else residual + delta)
 
 
-def kept_last(core: Core, prompts: PackedPrompts, stream: None, plan: int) -> None:
+def kept_last(core: Core, prompts: PackedPrompts, stream: None) -> None:
     """`prompt_last` behind `kept_body`."""
     rows = prompts.tokens_T.shape[0]
-    prompt_last(core, prompts, Stream(core.state.stream_TH[:rows], None), plan)
+    prompt_last(core, prompts, Stream(core.state.stream_TH[:rows], None))
 
 
 def _keep_in_place(core: Core) -> None:

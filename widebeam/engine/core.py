@@ -62,5 +62,7 @@ class Core:
     programs: Programs
     catalogs: CatalogArena
     masks: MaskPool
+    max_pages: int
+    """Most pages of one context."""
     tier: HostTier | None = None
     """The prefix cache's pages in the host's memory."""

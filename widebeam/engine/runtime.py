@@ -120,7 +120,9 @@ class Runtime:
             model, sizes.context_pages, config.page_size, self.kv_dtype, self.device, cache, self._scales
         )
         beams = BeamKV(model, sizes.beam_slots, self.dtype, self.device)
-        return Core(self._model, context, beams, self._state, self._plans, EAGER, self._catalogs, self._masks)
+        max_pages = -(-self._max_context_len // config.page_size)
+        rooms = (self._catalogs, self._masks)
+        return Core(self._model, context, beams, self._state, self._plans, EAGER, *rooms, max_pages)
 
     @property
     def limits(self) -> WaveLimits:

@@ -114,7 +114,7 @@ def launch_prompts(core: Core, wave: Wave) -> None:
     """Prefill, in groups of prompts whose products are large enough: beyond that cuBLAS has worse kernels on an H200.
 
     A group runs as two graphs if its size has some, or behind prefixes a larger one; else kernel by kernel, which the
-    host launches as fast as the device runs only if they are large. The last layer is planned while the others run.
+    host launches as fast as the device runs only if they are large.
     """
     programs, state = core.programs, core.state
     for group in prompt_groups(wave.searches):
@@ -127,10 +127,7 @@ def launch_prompts(core: Core, wave: Wave) -> None:
         plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
         plan.plan(lengths, rows)
         reuse = plan_prefixes(core, wave.requests, rows, splits, searches) if splits else None
-        stream = body(core, prompts, handle, reuse)
-        last_plan, last_handle = core.plans.context(wave.requests, wave.requests, 1)
-        last_plan.plan([1] * len(lengths), *contexts(searches))
-        last(core, prompts, stream, last_handle)
+        last(core, prompts, body(core, prompts, handle, reuse))
 
 
 class Group(NamedTuple):
@@ -189,6 +186,10 @@ def prompt_arrays(core: Core, wave: Wave, group: Group, rows: int) -> dict[str, 
         return np.concatenate([*parts, np.zeros(rows - sum(lengths), dtype=np.int64)], dtype=np.int64)
 
     spare = core.state.hidden_RH.shape[0] - 1
+    context_lengths, tables = contexts(searches)
+    pages_BN = np.zeros((wave.requests, core.max_pages), dtype=np.int32)
+    for row, table in enumerate(tables):
+        pages_BN[row, : len(table)] = table
     return {
         "tokens_T": packed([search.token_ids[search.num_cached :] for search in searches]),
         "positions_T": packed([np.arange(search.num_cached, search.num_tokens) for search in searches]),
@@ -196,6 +197,8 @@ def prompt_arrays(core: Core, wave: Wave, group: Group, rows: int) -> dict[str, 
         "last_B": np.array([*(np.cumsum(lengths) - 1), *absent], dtype=np.int64),
         "last_slot_B": np.array([*(slot[-1] for slot in slots), *absent], dtype=np.int64),
         "row_B": np.array([*group.places, *(spare for _ in absent)], dtype=np.int64),
+        "pages_BN": pages_BN,
+        "length_B": np.array([*context_lengths, *absent], dtype=np.int64),
         "num_requests": np.array(len(wave.searches), dtype=np.int64),
     }
 

@@ -153,6 +153,8 @@ class PackedPrompts(Brought):
     last_B: Tensor  # int64, row of each request's last token
     last_slot_B: Tensor  # int64, its slot
     row_B: Tensor  # int64, row of BeamState that its hidden state goes to; a spare one for requests that are not there
+    pages_BN: Tensor  # int32, pages of each request's context, N of the longest that there can be: always one width
+    length_B: Tensor  # int64, tokens of each context, cached ones included; 0 for requests that are not there
     num_requests: Tensor  # int64, 0-d, of the whole wave
 
 

@@ -21,6 +21,7 @@ from widebeam.model.attention import context_attention, prefill_attention
 from widebeam.model.layers import Stream
 from widebeam.model.ops import merge_beams, quantize_rows
 from widebeam.model.qwen3 import Attend, Attention
+from widebeam.model.row_attention import row_attention
 
 
 class Reuse(NamedTuple):
@@ -60,11 +61,9 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | No
     return stream
 
 
-def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -> None:
+def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream) -> None:
     """The last layer: every token leaves its keys and values, and only each prompt's last token goes on, to where the
-    search starts.
-
-    `plan` is the handle of a ContextPlan that gives each request one row.
+    search starts: it attends to its whole context in ContextKV, itself included.
     """
     model, layer, pools = core.model, core.model.config.num_layers - 1, core.context.pools.of(-1)
     attention, scales = model.layers.self_attn, core.context.scales(layer)
@@ -73,7 +72,10 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream, plan: int) -
 
     def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
         q_BQD, _ = attention.place(layer, qkv, rotation, pools, prompts.last_slot_B, qkv.shape[0], scales)
-        return rows_for(attention, _over_context(q_BQD, pools, scales, plan)[0])
+        return row_attention(
+            q_BQD, *pools, prompts.pages_BN, prompts.length_B, core.context.page_size, model.config.head_dim**-0.5,
+            attention.o_proj.quantized, *scales,
+        )  # fmt: skip
 
     core.state.hidden_RH[prompts.row_B] = model.hidden(model.layers(layer, stream.rows(prompts.last_B), attend))
     core.state.start(prompts.num_requests, len(prompts.row_B))
@@ -109,12 +111,6 @@ def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: 
     state.hidden_RH[:rows].copy_(model.hidden(stream))
 
 
-def _over_context(q: Tensor, pools: Pools, scales: Scales, plan: int) -> tuple[Tensor, Tensor]:
-    """Attention over context pages, with what values are to be multiplied by; a level leaves that to `merge_beams`."""
-    out, lse = context_attention(q, *pools, plan, scales.k)
-    return out if scales.v == 1 else out * scales.v, lse
-
-
 def _behind_prefixes(
     core: Core,
     slot_T: Tensor,
@@ -127,7 +123,8 @@ def _behind_prefixes(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the rows' own prompt merged with that over the prefix before it, as the output projection takes
     it."""
-    before, lse_before = _over_context(q, pools, scales, reuse.plan)
+    before, lse_before = context_attention(q, *pools, reuse.plan, scales.k)
+    before = before if scales.v == 1 else before * scales.v  # here, since the prompt's own values have no scale
     nothing_TJ = slot_T[:, None][:, :0]
     return merge_beams(
         q, torch.cat((out_TQD, before)), torch.cat((lse_TQ, lse_before)), *pools, nothing_TJ, core.state.level,

@@ -1,9 +1,10 @@
-"""Attention of the search, as two opaque ops.
+"""Attention of the search that is planned, as two opaque ops.
 
 `prefill_attention` is causal over the packed prompt; `context_attention` lets every beam of a request read that
 request's context pages. Both look up a plan by its handle: planning (which rows belong to which request,
 which pages hold its context) is host work done before the ops run, once per row layout, so that a compiled level
-contains no host decision. The few keys that a beam decoded itself are added by `ops.merge_beams`.
+contains no host decision. The few keys that a beam decoded itself are added by `ops.merge_beams`. One row a request
+needs no plan (`row_attention.py`).
 
 Letters: T packed prompt tokens, R beam rows, Q query heads, K key/value heads, D head size, P parts of a context,
 S slots of a pool (pages lie in it one behind the other).

@@ -38,7 +38,7 @@ def rotate(x_TXD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x_TXD.dtype)
 
 
-def _maybe_quantize(x_TH: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
+def maybe_quantize(x_TH: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
     """Quantised rows, or the rows as they are and no scale. Divides by a reciprocal, as the kernels do."""
     if not quantize:
         return x_TH, _no_scale(x_TH, quantize)
@@ -70,7 +70,7 @@ def empty_rows(x: Tensor, size: int, quantize: bool) -> tuple[Tensor, Tensor]:
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """x and delta [T, H], weight [H] -> (x + delta [T, H], its norm [T, H], scale)."""
     total = x + delta
-    return total, *_maybe_quantize(_rms_norm(total, weight, eps), quantize)
+    return total, *maybe_quantize(_rms_norm(total, weight, eps), quantize)
 
 
 @add_rms_norm.register_fake
@@ -81,7 +81,7 @@ def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantize: bool) -> t
 @torch.library.custom_op("widebeam::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor]:
     """x [T, H], weight [H] -> (its norm [T, H], scale)."""
-    return _maybe_quantize(_rms_norm(x, weight, eps), quantize)
+    return maybe_quantize(_rms_norm(x, weight, eps), quantize)
 
 
 @rms_norm.register_fake
@@ -104,7 +104,7 @@ def _(total: Tensor, x: Tensor, weight: Tensor) -> None:
 def silu_mul(gate_up: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
     """gate_up [T, 2 I], the gate first -> (silu(gate) * up [T, I], scale)."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return _maybe_quantize(F.silu(gate) * up, quantize)
+    return maybe_quantize(F.silu(gate) * up, quantize)
 
 
 @silu_mul.register_fake
@@ -115,7 +115,7 @@ def _(gate_up: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("widebeam::quantize_rows", mutates_args=())
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, H] -> (values [T, H] float8_e4m3fn, scale [T, 1])."""
-    return _maybe_quantize(x, quantize=True)
+    return maybe_quantize(x, quantize=True)
 
 
 @quantize_rows.register_fake
@@ -214,7 +214,7 @@ def merge_beams(
     value = value.masked_fill(logit.isneginf().unsqueeze(-1), 0)  # what counts nothing may hold anything
     weight = logit.softmax(0).masked_fill(logit.isneginf(), 0)  # 0 for all where nothing counts, as the kernel has it
     merged_RQD = (weight.unsqueeze(-1) * value).sum(0)
-    return _maybe_quantize(merged_RQD.to(q.dtype).view(R, Q * D), quantize)
+    return maybe_quantize(merged_RQD.to(q.dtype).view(R, Q * D), quantize)
 
 
 @merge_beams.register_fake

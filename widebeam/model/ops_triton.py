@@ -230,7 +230,7 @@ def rotate_and_store(
     q_out, k_out = qkv.new_empty((query_rows, Q, D)), qkv.new_empty((T, K, D))
     _rotate_and_store[(T,)](
         qkv, cos.contiguous(), sin.contiguous(), q_norm, k_norm, eps, k_pool, v_pool, slot.contiguous(),
-        q_out, k_out, T, query_rows // max(T, 1), qkv.stride(0), _slot_stride(k_pool), _slot_stride(v_pool),
+        q_out, k_out, T, query_rows // max(T, 1), qkv.stride(0), slot_stride(k_pool), slot_stride(v_pool),
         1 / k_scale, 1 / v_scale, Q, K, D, triton.next_power_of_2(max(Q, 1)), triton.next_power_of_2(K), num_warps=4,
     )  # fmt: skip
     return q_out, k_out
@@ -245,7 +245,7 @@ def merge_beams(
     merged, row_scale = ops.empty_rows(q[:R], Q * D, quantize)
     _merge_beams[(R,)](
         q.contiguous(), out.contiguous(), lse.contiguous(), k_pool, v_pool, slots.contiguous(), seen, scale,
-        lse_scale, out_scale, merged, row_scale, R, slots.shape[1], _slot_stride(k_pool), _slot_stride(v_pool),
+        lse_scale, out_scale, merged, row_scale, R, slots.shape[1], slot_stride(k_pool), slot_stride(v_pool),
         out.shape[0] // R, Q, k_pool.shape[1], D, BLOCK, quantize, num_warps=_warps(BLOCK * D, each=8, most=16),
     )  # fmt: skip
     return merged, row_scale
@@ -256,7 +256,7 @@ def _warps(elements: int, each: int = 32, most: int = 8) -> int:
     return max(2, min(most, triton.next_power_of_2(elements) // (32 * each)))
 
 
-def _slot_stride(pool: Tensor) -> int:
+def slot_stride(pool: Tensor) -> int:
     """Elements from slot to slot of a pool [S, K, D], whose heads must lie one behind the other."""
     if not pool[0].is_contiguous():
         raise ValueError(f"a slot of the pool is not contiguous: strides {pool.stride()}")

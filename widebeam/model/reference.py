@@ -34,7 +34,7 @@ class TorchPrefill:
                 yield length, k_TKD[start : start + length], v_TKD[start : start + length]
                 start += length
 
-        return _by_request(q_TQD, parts(), self._scale, causal=True)
+        return attend_by_request(q_TQD, parts(), self._scale, causal=True)
 
 
 class TorchContext:
@@ -57,7 +57,7 @@ class TorchContext:
             for width, length, pages in self._requests:
                 yield width, k_pages[pages].flatten(0, 1)[:length], v_pages[pages].flatten(0, 1)[:length]
 
-        return _by_request(q, parts(), self._scale * k_scale, causal=False)
+        return attend_by_request(q, parts(), self._scale * k_scale, causal=False)
 
 
 class TorchBackend:
@@ -86,7 +86,7 @@ class TorchBackend:
         return TorchContext(self._scale, self._page_size, self._device)
 
 
-def _by_request(
+def attend_by_request(
     q_RQD: Tensor, parts: Iterable[tuple[int, Tensor, Tensor]], scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attend consecutive rows of q to their own request's keys; rows behind the last request stay zero and -inf."""
