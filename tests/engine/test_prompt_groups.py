@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +19,10 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.engine import search as search_module
 from widebeam.engine.compile import compiled_programs
 from widebeam.engine.job import Job
-from widebeam.engine.search import Group, prompt_groups
+from widebeam.engine.search import Group, prompt_arrays, prompt_groups
+from widebeam.engine.state import PackedPrompts
+from widebeam.engine.wave import Wave
+from widebeam.kv.context import ContextLease
 from widebeam.model.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,6 +49,37 @@ def test_groups_are_as_large_as_the_limit_allows(prompts: list[tuple[int, bool]]
     assert all(size <= LIMIT or len(group.places) == 1 for size, group in zip(sizes, groups, strict=True))
     for (size, kind, _), (_, following, group) in pairwise(zip(sizes, kinds, groups, strict=True)):
         assert kind != following or size + group.searches[0].num_new > LIMIT, "a group ended before it was full"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=16),
+    st.integers(0, 7), st.integers(1, 9), st.randoms(),
+)  # fmt: skip
+def test_rows_find_their_positions_and_slots(
+    prompts: list[tuple[int, int]], padding: int, page_size: int, random: Random
+) -> None:
+    """Prompts of so many new tokens behind so many cached pages, against the leases' own pages, token by token."""
+    core: Any = SimpleNamespace(max_pages=30, state=SimpleNamespace(hidden_RH=torch.zeros(9, 1)))
+    pool, expected, searches = list(range(1, 1000)), [], []
+    random.shuffle(pool)
+    for new, cached in prompts:
+        search = make_search(np.arange(cached * page_size + new), 1)
+        search.num_cached = cached * page_size
+        pages = [pool.pop() for _ in range(-(-search.num_tokens // page_size))]
+        search.lease = ContextLease(pages, search.num_tokens)
+        places = range(search.num_cached, search.num_tokens)
+        expected.append([(t, pages[t // page_size] * page_size + t % page_size) for t in places])
+        searches.append(search)
+    rows = [row for request in expected for row in request]
+    group, wave = Group(list(range(len(searches))), searches), Wave(searches, 64)
+    arrays = prompt_arrays(core, wave, group, len(rows) + padding)
+    prompts_on_device = PackedPrompts(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+    position_T, slot_T = prompts_on_device.rows(page_size)
+    assert list(zip(position_T.tolist(), slot_T.tolist(), strict=True)) == rows + [(0, 0)] * padding
+    last_B, position_B, slot_B = (last.tolist() for last in prompts_on_device.last(page_size))
+    assert [rows[last] for last in last_B[: len(searches)]] == [request[-1] for request in expected]
+    absent = [(0, 0)] * (wave.requests - len(searches))
+    assert list(zip(position_B, slot_B, strict=True)) == [request[-1] for request in expected] + absent
 
 
 @pytest.mark.parametrize("graphed", [False, True], ids=["exact", "padded"])

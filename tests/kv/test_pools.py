@@ -102,7 +102,7 @@ def test_what_is_written_is_read_through_pages_and_paths() -> None:
     lease = context.acquire(10)
     assert lease is not None
     k = torch.randn(10, CONFIG.num_kv_heads, CONFIG.head_dim)
-    context.pools.of(0).k[torch.from_numpy(context.slots(lease))] = k
+    context.pools.of(0).k[[lease.pages[t // 4] * 4 + t % 4 for t in range(10)]] = k
     pages = context.pools.of(0).k.unflatten(0, (-1, 4))
     assert torch.equal(pages[lease.pages].flatten(0, 1)[:10], k)
     assert pages[0].abs().max() == 0

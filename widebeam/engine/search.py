@@ -177,30 +177,21 @@ def plan_prefixes(core: Core, requests: int, rows: int, splits: int, searches: l
 
 def prompt_arrays(core: Core, wave: Wave, group: Group, rows: int) -> dict[str, np.ndarray]:
     """The fields of PackedPrompts for a group of the wave's searches, padded to so many rows."""
-    searches = group.searches
-    slots = [core.context.slots(search.lease)[search.num_cached :] for search in searches if search.lease]
-    lengths = [search.num_new for search in searches]
-    absent = [0] * (wave.requests - len(searches))
-
-    def packed(parts: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([*parts, np.zeros(rows - sum(lengths), dtype=np.int64)], dtype=np.int64)
-
-    spare = core.state.hidden_RH.shape[0] - 1
-    context_lengths, tables = contexts(searches)
-    pages_BN = np.zeros((wave.requests, core.max_pages), dtype=np.int32)
-    for row, table in enumerate(tables):
-        pages_BN[row, : len(table)] = table
+    B, searches = wave.requests, group.searches
+    first_B1, cached_B, length_B = (np.zeros(size, dtype=np.int64) for size in (B + 1, B, B))
+    row_B = np.full(B, core.state.hidden_RH.shape[0] - 1, dtype=np.int64)
+    tokens_T, pages_BN = np.zeros(rows, dtype=np.int64), np.zeros((B, core.max_pages), dtype=np.int32)
+    start = 0
+    for b, (place, search) in enumerate(zip(group.places, searches, strict=True)):
+        end, pages = start + search.num_new, search.lease.pages if search.lease else []
+        tokens_T[start:end] = search.token_ids[search.num_cached :]
+        pages_BN[b, : len(pages)] = pages
+        cached_B[b], length_B[b], row_B[b] = search.num_cached, search.num_tokens, place
+        first_B1[b + 1 :] = start = end
     return {
-        "tokens_T": packed([search.token_ids[search.num_cached :] for search in searches]),
-        "positions_T": packed([np.arange(search.num_cached, search.num_tokens) for search in searches]),
-        "slot_T": packed(slots),
-        "last_B": np.array([*(np.cumsum(lengths) - 1), *absent], dtype=np.int64),
-        "last_slot_B": np.array([*(slot[-1] for slot in slots), *absent], dtype=np.int64),
-        "row_B": np.array([*group.places, *(spare for _ in absent)], dtype=np.int64),
-        "pages_BN": pages_BN,
-        "length_B": np.array([*context_lengths, *absent], dtype=np.int64),
-        "num_requests": np.array(len(wave.searches), dtype=np.int64),
-    }
+        "tokens_T": tokens_T, "first_B1": first_B1, "cached_B": cached_B, "length_B": length_B, "row_B": row_B,
+        "pages_BN": pages_BN, "num_requests": np.array(len(wave.searches), dtype=np.int64),
+    }  # fmt: skip
 
 
 def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:

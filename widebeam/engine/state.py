@@ -145,17 +145,33 @@ class Brought:
 
 @dataclass
 class PackedPrompts(Brought):
-    """The packed prompts of a group (see search.py), on the device. Rows that only fill a shape use slot 0."""
+    """The packed prompts of a group (see search.py), on the device."""
 
-    tokens_T: Tensor  # int64
-    positions_T: Tensor  # int64
-    slot_T: Tensor  # int64, slot of ContextKV
-    last_B: Tensor  # int64, row of each request's last token
-    last_slot_B: Tensor  # int64, its slot
+    tokens_T: Tensor  # int64, those that are not cached
+    first_B1: Tensor  # int64, row where those of each request begin, and at B where all end
+    cached_B: Tensor  # int64, tokens before them whose keys and values are there already
+    length_B: Tensor  # int64, tokens of each context, cached ones included; 0 for requests that are not there
     row_B: Tensor  # int64, row of BeamState that its hidden state goes to; a spare one for requests that are not there
     pages_BN: Tensor  # int32, pages of each request's context, N of the longest that there can be: always one width
-    length_B: Tensor  # int64, tokens of each context, cached ones included; 0 for requests that are not there
     num_requests: Tensor  # int64, 0-d, of the whole wave
+
+    def rows(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """Position and slot of ContextKV of each row's token [T], 0 where a row only fills the shape."""
+        row_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
+        request_T = (row_T[:, None] >= self.first_B1[1:-1]).sum(1)
+        real_T = row_T < self.first_B1[-1]
+        position_T = torch.where(real_T, row_T - self.first_B1[request_T] + self.cached_B[request_T], 0)
+        return position_T, torch.where(real_T, self._slots(request_T, position_T, page_size), 0)
+
+    def last(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, position and slot of each request's last token [B]; the latter 0 where there is no request."""
+        position_B = (self.length_B - 1).clamp_min(0)
+        request_B = torch.arange(len(position_B), device=position_B.device)
+        return self.first_B1[1:] - 1, position_B, self._slots(request_B, position_B, page_size)
+
+    def _slots(self, request_X: Tensor, position_X: Tensor, page_size: int) -> Tensor:
+        page_X = self.pages_BN[request_X, position_X // page_size].long()
+        return page_X * page_size + position_X % page_size
 
 
 @dataclass

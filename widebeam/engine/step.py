@@ -38,8 +38,9 @@ def prompt_body(core: Core, prompts: PackedPrompts, plan: int, reuse: Reuse | No
 
     With `reuse` the rows are what follows prefixes whose keys and values are in ContextKV already.
     """
-    model, slot_T = core.model, prompts.slot_T
-    rotation = model.rotation(prompts.positions_T)
+    model = core.model
+    position_T, slot_T = prompts.rows(core.context.page_size)
+    rotation = model.rotation(position_T)
 
     attention = model.layers.self_attn
 
@@ -67,17 +68,19 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream) -> None:
     """
     model, layer, pools = core.model, core.model.config.num_layers - 1, core.context.pools.of(-1)
     attention, scales = model.layers.self_attn, core.context.scales(layer)
-    model.layers.store(layer, stream, model.rotation(prompts.positions_T), pools, prompts.slot_T, scales)
-    rotation = model.rotation(prompts.positions_T[prompts.last_B])
+    position_T, slot_T = prompts.rows(core.context.page_size)
+    model.layers.store(layer, stream, model.rotation(position_T), pools, slot_T, scales)
+    last_B, position_B, slot_B = prompts.last(core.context.page_size)
+    rotation = model.rotation(position_B)
 
     def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
-        q_BQD, _ = attention.place(layer, qkv, rotation, pools, prompts.last_slot_B, qkv.shape[0], scales)
+        q_BQD, _ = attention.place(layer, qkv, rotation, pools, slot_B, qkv.shape[0], scales)
         return row_attention(
             q_BQD, *pools, prompts.pages_BN, prompts.length_B, core.context.page_size, model.config.head_dim**-0.5,
             attention.o_proj.quantized, *scales,
         )  # fmt: skip
 
-    core.state.hidden_RH[prompts.row_B] = model.hidden(model.layers(layer, stream.rows(prompts.last_B), attend))
+    core.state.hidden_RH[prompts.row_B] = model.hidden(model.layers(layer, stream.rows(last_B), attend))
     core.state.start(prompts.num_requests, len(prompts.row_B))
 
 

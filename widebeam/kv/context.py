@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from widebeam.kv.eviction import CachedPage
@@ -170,11 +169,6 @@ class PagePool:
         for lease in self._leases:
             if lease.prefix is not None and salt in (None, lease.prefix.salt):
                 lease.prefix = None
-
-    def slots(self, lease: ContextLease) -> np.ndarray:
-        """The slot of each of the lease's tokens, int64."""
-        first = np.asarray(lease.pages, dtype=np.int64) * self.page_size
-        return (first[:, None] + np.arange(self.page_size)).reshape(-1)[: lease.num_tokens]
 
     def check_integrity(self) -> None:
         """Every page is free, cached, or held by exactly one lease. Raises RuntimeError."""
