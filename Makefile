@@ -75,6 +75,7 @@ nightly:
 	$(PYTHON) bench/floor.py qwen3-1.7b --fp8 --codes 8192 --save $(NIGHTLY)/6-floor-fp8-catalog.json
 	$(BREAKDOWN) --save $(NIGHTLY)/7-breakdown-bf16.json
 	$(BREAKDOWN) --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/8-breakdown-fp8-catalog.json
+	$(PYTHON) bench/launching.py build/qwen3-1.7b --save $(NIGHTLY)/9-launching.json
 	$(PYTHON) bench/catalog.py build/qwen3-0.6b --save $(NIGHTLY)/9-catalog.json
 	$(PYTHON) bench/history.py build/qwen3-1.7b --host-gib 64 --save $(NIGHTLY)/9-history.json -- --max-total-tokens 200000
 	$(PYTHON) bench/starts.py build/qwen3-1.7b --save $(NIGHTLY)/9-starts.json

@@ -115,6 +115,11 @@ class Plans:
         self._prefill: dict[tuple[int, int | None], tuple[PrefillPlan, int]] = {}
         self._context: dict[tuple[int, int, int, bool], tuple[ContextPlan, int]] = {}
 
+    @property
+    def made(self) -> list[PrefillPlan | ContextPlan]:
+        """All that were made so far."""
+        return [plan for plans in (self._prefill, self._context) for plan, _ in plans.values()]
+
     def prefill(self, requests: int, rows: int | None) -> tuple[PrefillPlan, int]:
         """The plan of that shape, and its handle."""
         key = (requests, rows)
