@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.oracle import Found, Prefix
 from widebeam.constraints.arena import MASK_BYTES, NODE_BYTES, CatalogArena, MaskPool, num_places
 from widebeam.engine.advance import advance
+from widebeam.engine.compile import EAGER
 from widebeam.engine.core import Core
 from widebeam.engine.flight import unpack
 from widebeam.engine.search import collect, wave_data
@@ -50,7 +51,7 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
     state = BeamState(4096, 16, 16, 1, vocab_size, torch.float32, device)
     room = 7 + num_places(catalog) if catalog is not None else 1
     arena, pool = CatalogArena(room * NODE_BYTES, device), MaskPool((3 + wave.mask_places) * MASK_BYTES, device)
-    core = Core(model, None, None, state, None, None, arena, pool, 0)  # type: ignore[arg-type]
+    core = Core(model, None, None, state, None, EAGER, arena, pool, 0)  # type: ignore[arg-type]
     trie = None
     if catalog is not None:
         arena.acquire(7)  # so that its nodes do not begin at place 0, nor the masks

@@ -25,10 +25,12 @@ from widebeam.constraints.filters import ItemMask
 from widebeam.constraints.trie import Masks
 from widebeam.engine.scoring import catalog_candidates
 from widebeam.engine.selection import rank
+from widebeam.engine.staging import Places
 from widebeam.engine.wave import Search, narrowed
 from widebeam.engine.widths import bound_widths, join_factor
 
 CODES, ITEMS = 8192, 1_000_000
+CPU = torch.device("cpu")
 Sid = tuple[int, ...]
 
 
@@ -89,7 +91,7 @@ def mask_of(catalog: Catalog, allowed: np.ndarray) -> ItemMask:
 
 @pytest.fixture(scope="module")
 def trie(catalog: Catalog) -> DeviceTrie:
-    arena = CatalogArena(num_places(catalog) * NODE_BYTES, torch.device("cpu"))
+    arena = CatalogArena(num_places(catalog) * NODE_BYTES, CPU)
     arena.reserve(catalog)
     arena.upload(catalog)
     return arena.trie(catalog)
@@ -128,13 +130,14 @@ def test_candidates_are_the_children(
 
     masks, place_R = None, None
     if allowed is not None:
-        pool = MaskPool(ItemMask.places_for(ITEMS) * MASK_BYTES, torch.device("cpu"))
+        pool = MaskPool(ItemMask.places_for(ITEMS) * MASK_BYTES, CPU)
         pool.put([mask_of(catalog, allowed)], 0)
         masks, place_R = Masks(torch.zeros(2, dtype=torch.int64), pool.words, pool.before), torch.zeros(R).long()
     model: Any = SimpleNamespace(head_VH=torch.zeros(CODES, 1), logits=lambda hidden, head: hidden)
     found, _ = catalog_candidates(
         model, torch.from_numpy(logits_RC), torch.from_numpy(np.where(live_R, cum_R, -np.inf).astype(np.float32)),
-        torch.tensor([node_of(catalog, prefix) for prefix in given]), torch.tensor([0, R]), trie.level(level), "level",
+        torch.tensor([node_of(catalog, prefix) for prefix in given]), torch.tensor([0, R]),
+            trie.level(level, Places(CPU)), "level",
         catalog.index.widest(level, R) + 5, masks, place_R,
     )  # fmt: skip
 
