@@ -137,7 +137,7 @@ def test_candidates_are_the_children(
     found, _ = catalog_candidates(
         model, torch.from_numpy(logits_RC), torch.from_numpy(np.where(live_R, cum_R, -np.inf).astype(np.float32)),
         torch.tensor([node_of(catalog, prefix) for prefix in given]), torch.tensor([0, R]),
-            trie.level(level, Places(CPU)), "level",
+        trie.level(level, Places(CPU)), "level",
         catalog.index.widest(level, R) + 5, masks, place_R,
     )  # fmt: skip
 
