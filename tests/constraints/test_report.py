@@ -17,6 +17,9 @@ from widebeam.constraints.arena import CatalogArena
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.report import Collisions, inspect
 from widebeam.constraints.validation import validate
+from widebeam.engine.staging import Places
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +70,10 @@ def test_a_long_histogram_is_folded() -> None:
 
 
 def test_memory_is_what_the_device_arrays_take(catalog: Catalog) -> None:
-    arena = CatalogArena(1 << 20, torch.device("cpu"))
+    arena = CatalogArena(1 << 20, CPU)
     arena.reserve(catalog)
     arena.upload(catalog)
-    levels = [arena.trie(catalog).level(level) for level in range(catalog.depth)]
+    levels = [arena.trie(catalog).level(level, Places(CPU)) for level in range(catalog.depth)]
     nodes = sum(array[: arena.used].nbytes for array in arena.nodes)
     assert nodes > catalog.index.num_nodes
     assert inspect(catalog).device_bytes == nodes + sum(level.codebook_C.nbytes for level in levels)
