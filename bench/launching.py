@@ -31,7 +31,7 @@ from widebeam.engine.staging import HostCopy, Places
 WARM_UP = 6
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "wave": [(runtime_module, "Wave"), (runtime_module, "acquire"), (runtime_module, "release")],
-    "arrays": [(search_module, "prompt_arrays"), (search_module, "wave_data")],
+    "arrays": [(search_module, "prompt_arrays"), (search_module, "wave_data"), (search_module, "send_masks")],
     "copies": [(Places, "put"), (Places, "copy"), (HostCopy, "__init__")],
 }
 """Functions by what they are for. Beside them plans, and replays of graphs: the device's functions."""

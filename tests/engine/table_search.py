@@ -19,7 +19,7 @@ from widebeam.engine.advance import advance
 from widebeam.engine.compile import EAGER
 from widebeam.engine.core import Core
 from widebeam.engine.flight import unpack
-from widebeam.engine.search import collect, wave_data
+from widebeam.engine.search import collect, send_masks, wave_data
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.model.layers import float32_linear
@@ -61,6 +61,7 @@ def run(tables: list[Table], searches: list[Search], catalog: Any = None) -> lis
         trie = arena.trie(catalog)
     wave.mask_lease = pool.acquire(wave.mask_places)
     data = wave_data(core, wave)
+    send_masks(core, wave)
     state.start(torch.tensor(len(searches)), wave.requests)
     for level, shape in enumerate(wave.shapes):
         for row in range(shape.rows_in):

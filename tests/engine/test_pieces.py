@@ -62,7 +62,7 @@ def test_nobody_notices(runtime: Runtime, catalog: Catalog, kind: str) -> None:
     """At every boundary another wave: over a catalog, wider than the long one, drawn, and none at all."""
     others = [
         [make_search(prompt(10), 12, catalog=catalog), make_search(prompt(11, 70), 50, catalog=catalog)],
-        [make_search(prompt(12), 60, 60, levels=8), make_search(prompt(13), 60, 60, levels=8)],
+        [make_search(prompt(12), 60, 60, levels=8, stops=(6, 7)), make_search(prompt(13), 60, 60, levels=8)],
         [replace(make_search(prompt(14), 9, 9, levels=6), sampling=Sampling(seed=5))],
     ]
     alone = results(runtime, LONG[kind])

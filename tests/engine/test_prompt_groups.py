@@ -72,8 +72,9 @@ def test_rows_find_their_positions_and_slots(
         searches.append(search)
     rows = [row for request in expected for row in request]
     group, wave = Group(list(range(len(searches))), searches), Wave(searches, 64)
-    arrays = prompt_arrays(core, wave, group, len(rows) + padding)
-    prompts_on_device = PackedPrompts(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+    arrays, tokens = prompt_arrays(core, wave, group, len(rows) + padding)
+    prompts_on_device = PackedPrompts(**{name: torch.from_numpy(array) for name, array in (arrays | tokens).items()})
+    assert tokens["tokens_T"].tolist() == [place for place, _ in rows] + [0] * padding
     position_T, slot_T = prompts_on_device.rows(page_size)
     assert list(zip(position_T.tolist(), slot_T.tolist(), strict=True)) == rows + [(0, 0)] * padding
     last_B, position_B, slot_B = (last.tolist() for last in prompts_on_device.last(page_size))

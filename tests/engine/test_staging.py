@@ -54,6 +54,18 @@ def test_the_same_sizes_lie_in_the_same_place(sizes: Shapes, others: Shapes) -> 
     assert_holds(again, arrays_of(sizes, 3))
 
 
+@given(shapes, shapes, shapes)
+def test_what_lies_behind_moves_nothing(sizes: Shapes, one: Shapes, other: Shapes) -> None:
+    places, found = Places(CPU), []
+    for seed, behind in enumerate((one, other, [], one)):
+        arrays = arrays_of(sizes, seed)
+        more = {f"behind {name}": array for name, array in arrays_of(behind, seed + 9).items()}
+        found.append(places.put(arrays, more))
+        assert_holds(found[-1], arrays | more)
+    assert len({fixed_of(tuple(views[name] for name in arrays)) for views in found}) == 1
+    assert fixed_of(tuple(found[0].values())) == fixed_of(tuple(found[3].values()))
+
+
 @DEVICES
 def test_promises_are_made_of_each_place_once(name: str) -> None:
     places, promised = Places(torch.device(name)), []

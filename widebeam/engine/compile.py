@@ -58,29 +58,24 @@ class Replayed:
 
     Before a replay torch checks every guard, each input and what earlier graphs left, which takes more of the host's
     time than all the rest of a launch. Here nothing is left to check: no graph returns anything, and all that one reads
-    and writes lies in a fixed place, so that places and sizes of the arguments say which it is.
+    and writes lies in a fixed place, so that places and sizes of the arguments say which it is. A function is one graph
+    or none (`graph_partition`), so that the last graph behind a call is all of it.
     """
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._program, self._device = program, device
         self._nodes: dict[Hashable, Any] = {}
-        """Graph trees' nodes, by what they are for. They hold their graphs, and all that these use."""
-        self._whole: set[Any] = set()
-        """Nodes that are the whole of a call."""
+        """Graph trees' nodes, by what they are for: they hold their graphs."""
 
     def __call__(self, core: Core, *args: Any) -> None:
         key = fixed_of(args)
         if (node := self._nodes.get(key)) is not None:
             node.run_graph()
             return
-        before, captured = self._last_node(), made_so_far(self._device).captured
+        before = self._last_node()
         self._program(core, *args)
         node = self._last_node()
-        if node is None or node is before or copies_inputs(node):
-            return
-        if made_so_far(self._device).captured == captured + 1:
-            self._whole.add(node)
-        if node in self._whole:
+        if node is not None and node is not before and not copies_inputs(node):
             self._nodes[key] = node
 
     def _last_node(self) -> Any:
@@ -97,10 +92,10 @@ def copies_inputs(node: Any) -> bool:
 
 def graph_trees(device: torch.device) -> Any:
     """What captures this thread's graphs on a device; None if there is none yet, or it is a CPU."""
-    from torch._inductor import cudagraph_trees  # torch loads it with the first graph
-
     if device.type != "cuda":
         return None
+    from torch._inductor import cudagraph_trees  # torch loads it with the first graph
+
     return cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
 
 
@@ -128,6 +123,7 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
     torch._dynamo.config.recompile_limit = VARIANTS
     torch._dynamo.config.accumulated_recompile_limit = VARIANTS
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
+    torch._inductor.config.graph_partition = False  # what cannot be captured whole is a fallback, and counted
     _keep_in_place(core)
     device = core.state.level.device
     functions: dict[str, Program] = {

@@ -24,11 +24,12 @@ from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
 from widebeam.engine.shapes import GROUP_TOKENS, context_splits, depth_rung, token_rung
 from widebeam.engine.staging import HostCopy, to_device
-from widebeam.engine.state import Noise, PackedPrompts, WaveData
+from widebeam.engine.state import DecodedRows, Noise, PackedPrompts, WaveData
 from widebeam.engine.step import Reuse, prompt_body, prompt_last
 from widebeam.engine.trace import Trace
 from widebeam.engine.wave import Search, Wave
 
+Arrays = dict[str, np.ndarray]
 PIECE = 8
 """Levels that are launched without a look at what else there is."""
 
@@ -54,6 +55,7 @@ def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, between: Betwee
     clock.mark()
     launch_prompts(core, wave)  # first, so that the device is busy while the rest is prepared
     data = wave_data(core, wave)
+    send_masks(core, wave)
     trace = Trace(core, wave, data) if wave.top_logprobs or wave.return_beam_details else None
     select = selection(core, wave, data, trie, trace)
     select(0)
@@ -105,7 +107,7 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int]
         if planned != (handle, widths):
             plan.plan(widths, *contexts(wave.searches))
             planned = (handle, widths)
-        core.programs.forward_rows(core, data, rows, rows * splits, shape.depth, handle)
+        core.programs.forward_rows(core, data.rows, rows, rows * splits, shape.depth, handle)
         select(level)
     return False
 
@@ -120,8 +122,9 @@ def launch_prompts(core: Core, wave: Wave) -> None:
     for group in prompt_groups(wave.searches):
         searches = group.searches
         rows, splits, graphed = group_size(core, wave.requests, searches)
-        arrays = prompt_arrays(core, wave, group, rows)
-        prompts = PackedPrompts(**(state.brought.put(arrays) if graphed else to_device(arrays, state.level.device)))
+        arrays, tokens = prompt_arrays(core, wave, group, rows)
+        staged = state.brought.put(arrays, tokens) if graphed else to_device(arrays | tokens, state.level.device)
+        prompts = PackedPrompts(**staged)
         lengths = [search.num_new for search in searches]
         body, last = (programs.body, programs.last) if graphed else (prompt_body, prompt_last)
         plan, handle = core.plans.prefill(wave.requests, rows if graphed else None)
@@ -175,8 +178,9 @@ def plan_prefixes(core: Core, requests: int, rows: int, splits: int, searches: l
     return Reuse(handle, rows * splits)
 
 
-def prompt_arrays(core: Core, wave: Wave, group: Group, rows: int) -> dict[str, np.ndarray]:
-    """The fields of PackedPrompts for a group of the wave's searches, padded to so many rows."""
+def prompt_arrays(core: Core, wave: Wave, group: Group, rows: int) -> tuple[Arrays, Arrays]:
+    """The fields of PackedPrompts for a group of the wave's searches: those of one size, and tokens, padded to so many
+    rows."""
     B, searches = wave.requests, group.searches
     first_B1, cached_B, length_B = (np.zeros(size, dtype=np.int64) for size in (B + 1, B, B))
     row_B = np.full(B, core.state.hidden_RH.shape[0] - 1, dtype=np.int64)
@@ -189,9 +193,9 @@ def prompt_arrays(core: Core, wave: Wave, group: Group, rows: int) -> dict[str, 
         cached_B[b], length_B[b], row_B[b] = search.num_cached, search.num_tokens, place
         first_B1[b + 1 :] = start = end
     return {
-        "tokens_T": tokens_T, "first_B1": first_B1, "cached_B": cached_B, "length_B": length_B, "row_B": row_B,
-        "pages_BN": pages_BN, "num_requests": np.array(len(wave.searches), dtype=np.int64),
-    }  # fmt: skip
+        "first_B1": first_B1, "cached_B": cached_B, "length_B": length_B, "row_B": row_B, "pages_BN": pages_BN,
+        "num_requests": np.array(len(wave.searches), dtype=np.int64),
+    }, {"tokens_T": tokens_T}  # fmt: skip
 
 
 def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
@@ -202,28 +206,33 @@ def stop_arrays(wave: Wave) -> dict[str, np.ndarray]:
 
 
 def wave_data(core: Core, wave: Wave) -> WaveData:
-    """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them, and masks
-    go to their places in the pool."""
-    brought, pool = core.state.brought, core.masks
-    arrays, masks, (pruning, caps, noise) = wave.arrays(), wave.mask_arrays(), wave.policy_arrays()
-    staged = brought.put(arrays | masks | pruning | caps | noise)
-    if masks and wave.mask_lease is not None:
-        pool.put(wave.masks, wave.mask_lease.base)
+    """The wave's device arrays; stop tokens become a table, so that looking one up costs no loop over them."""
+    brought, arrays, widths = core.state.brought, wave.arrays(), wave.width_arrays()
+    masks, (pruning, caps, noise) = wave.mask_arrays(), wave.policy_arrays()
+    staged = brought.put(arrays, widths | masks | pruning | caps | noise)
     stop_BV = None
     if wave.has_stops:
         stops = to_device(stop_arrays(wave), core.state.level.device)
         stop_BV = brought.zeros("stop_BV", (wave.requests + 1, core.model.config.vocab_size), np.bool_)
         stop_BV[stops["stop_B"], stops["stop_token"]] = True
     special = next((search.special_token_ids for search in wave.searches if search.special_token_ids), ())
+    rows = DecodedRows(*(staged[name] for name in DecodedRows._fields))
     return WaveData(
+        rows=rows,
         stop_BV=stop_BV,
         special_S=brought.put({"special_S": np.array(special, dtype=np.int64)})["special_S"] if special else None,
         pruning=Pruning(**{name: staged[name] for name in pruning}) if pruning else None,
         cap_B1=staged.get("cap_B1"),
         noise=Noise(**{name: staged[name] for name in noise}) if noise else None,
-        masks=Masks(staged["place_B1"], pool.words, pool.before) if masks else None,
-        **{name: staged[name] for name in arrays},
+        masks=Masks(staged["place_B1"], core.masks.words, core.masks.before) if masks else None,
+        **{name: staged[name] for name in arrays | widths if name not in DecodedRows._fields},
     )
+
+
+def send_masks(core: Core, wave: Wave) -> None:
+    """Put the wave's masks where its lease says."""
+    if wave.masks and wave.mask_lease is not None:
+        core.masks.put(wave.masks, wave.mask_lease.base)
 
 
 def contexts(searches: list[Search]) -> tuple[list[int], list[list[int]]]:

@@ -18,13 +18,13 @@ from torch import Tensor
 DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int64", "int32", "float64", "bool")}
 PIECE = 2 << 20
 """Elements of a long array that are copied together: 8 MiB, 0.2 ms of an H200's bus."""
+SPARE = 2 << 20
+"""Bytes of a place for arrays whose sizes differ: 512 levels of 256 requests take half of it."""
 ROOM = 16
 """Bytes at a multiple of which each array begins: compiled code copies what does not."""
 
 Parts = list[tuple[tuple[int, ...], torch.dtype]]
 """Shapes and types of what lies one behind the other."""
-
-
 Layout = tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]
 """Name, shape and type of arrays that lie one behind the other."""
 
@@ -51,40 +51,49 @@ class Places:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[Layout, tuple[Tensor, dict[str, Tensor]]] = {}
+        self._buffers: dict[Layout, Tensor] = {}
+        self._views: dict[tuple[Layout, Layout], dict[str, Tensor]] = {}
         self._promise: Callable[[Tensor], None] = lambda _: None
 
     def promise(self, promise: Callable[[Tensor], None]) -> None:
         """Tell whom it concerns of each tensor that will never move."""
         self._promise = promise
-        self._known.clear()
+        self._views.clear()
 
-    def put(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-        """The arrays, of DTYPES, by one asynchronous copy from pinned memory."""
-        return self._take(_layout(arrays), _packed(arrays, self._device))
+    def put(self, arrays: dict[str, np.ndarray], behind: dict[str, np.ndarray] | None = None) -> dict[str, Tensor]:
+        """The arrays, of DTYPES, by one asynchronous copy from pinned memory. `behind`: others, up to SPARE, of which
+        there may be more or less, or larger ones, in another wave: that moves none of `arrays`."""
+        both = arrays if behind is None else arrays | behind
+        return self._take(_layout(arrays), _layout(behind or {}), _packed(both, self._device), behind is not None)
 
     def copy(self, staged: Staged) -> dict[str, Tensor]:
         """The same of what is on the device already."""
-        return self._take(*staged)
+        return self._take(staged.layout, (), staged.bytes)
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: type) -> Tensor:
         """A tensor of nothing but zeros."""
-        buffer, views = self._of(((name, shape, np.dtype(dtype)),))
+        layout = ((name, shape, np.dtype(dtype)),)
+        buffer = self._buffer(layout, spare=False)
         buffer.zero_()
-        return views[name]
+        return self._of(layout, (), buffer)[name]
 
-    def _take(self, layout: Layout, source: Tensor) -> dict[str, Tensor]:
-        buffer, views = self._of(layout)
-        buffer.copy_(source, non_blocking=True)
-        return views
+    def _take(self, layout: Layout, behind: Layout, source: Tensor, spare: bool = False) -> dict[str, Tensor]:
+        buffer = self._buffer(layout, spare)
+        buffer[: len(source)].copy_(source, non_blocking=True)
+        return self._of(layout, behind, buffer)
 
-    def _of(self, layout: Layout) -> tuple[Tensor, dict[str, Tensor]]:
-        if layout not in self._known:
-            buffer = torch.empty(_size(layout), dtype=torch.uint8, device=self._device)
-            self._known[layout] = buffer, _views(layout, buffer)
-            for view in self._known[layout][1].values():
+    def _buffer(self, layout: Layout, spare: bool) -> Tensor:
+        if layout not in self._buffers:
+            size = _size(layout) + spare * SPARE
+            self._buffers[layout] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._buffers[layout]
+
+    def _of(self, layout: Layout, behind: Layout, buffer: Tensor) -> dict[str, Tensor]:
+        if (layout, behind) not in self._views:
+            self._views[layout, behind] = views = _views(layout + behind, buffer)
+            for view in views.values():
                 self._promise(view)
-        return self._known[layout]
+        return self._views[layout, behind]
 
 
 def _layout(arrays: dict[str, np.ndarray]) -> Layout:

@@ -118,6 +118,14 @@ class BeamState:
         return put_back
 
 
+class DecodedRows(NamedTuple):
+    """What the network needs to know of a wave to run the newest token of each row."""
+
+    context_len_B1: Tensor  # int64
+    slot_base: Tensor  # int64, 0-d, first BeamKV slot of the wave
+    slot_stride: Tensor  # int64, 0-d, BeamKV slots of one level
+
+
 class Noise(NamedTuple):
     """Which requests of a wave want a sample, and of which seed; the last entry is padding."""
 
@@ -178,7 +186,7 @@ class PackedPrompts(Brought):
 class WaveData(Brought):
     """What differs between waves of one shape, on the device. Last entries of the B1 arrays are padding."""
 
-    context_len_B1: Tensor  # int64
+    rows: DecodedRows
     levels_B1: Tensor  # int64, how many tokens each request generates
     finished_B1: Tensor  # int64, finished sequences kept for each request
     join_B1: Tensor  # int64, candidates that are considered jointly = join * width (SGLang: 2; greedy: 1)
@@ -191,5 +199,3 @@ class WaveData(Brought):
     cap_B1: Tensor | None  # int64, most beams behind one first token, if any request has such a policy
     noise: Noise | None  # if any request wants a sample
     masks: Masks | None  # items that requests allow, if any of them does not allow all
-    slot_base: Tensor  # int64, 0-d, first BeamKV slot of the wave
-    slot_stride: Tensor  # int64, 0-d, BeamKV slots of one level

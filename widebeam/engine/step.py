@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from widebeam.engine.core import Core
-from widebeam.engine.state import PackedPrompts, WaveData
+from widebeam.engine.state import DecodedRows, PackedPrompts
 from widebeam.kv.beam import ancestor_slots
 from widebeam.kv.pools import Pools, Scales
 from widebeam.model.attention import context_attention, prefill_attention
@@ -84,7 +84,7 @@ def prompt_last(core: Core, prompts: PackedPrompts, stream: Stream) -> None:
     core.state.start(prompts.num_requests, len(prompts.row_B))
 
 
-def forward_rows(core: Core, wave: WaveData, rows: int, query_rows: int, depth: int, plan: int) -> None:
+def forward_rows(core: Core, wave: DecodedRows, rows: int, query_rows: int, depth: int, plan: int) -> None:
     """Run the network over the newest token of every row; its keys and values go to BeamKV.
 
     `query_rows` is `rows` times the parts in which the ContextPlan with the handle `plan` cuts contexts.

@@ -232,16 +232,21 @@ class Wave:
         candidates = candidate_rung(B * index.widest(level, parents))
         return candidates, candidates if index.mixed_depth else self.places
 
+    def width_arrays(self) -> dict[str, np.ndarray]:
+        """`widths_LB1` of WaveData, whose size is a rung of levels."""
+        widths = np.zeros((depth_rung(self.num_levels), self.requests + 1), dtype=np.int64)
+        for b, search in enumerate(self.searches):
+            widths[: search.levels, b] = search.widths
+        return {"widths_LB1": widths}
+
     def arrays(self) -> dict[str, np.ndarray]:
-        """What the device needs to know about the wave and its requests, by WaveData's names."""
+        """What else the device needs to know about the wave and its requests, by the names of WaveData and DecodedRows:
+        arrays whose sizes follow from B."""
         B, searches = self.requests, self.searches
 
         def column(values: list[int], dtype: type = np.int64) -> np.ndarray:
             return np.array(values + [0] * (B + 1 - len(values)), dtype=dtype)
 
-        widths = np.zeros((depth_rung(self.num_levels), B + 1), dtype=np.int64)
-        for b, search in enumerate(searches):
-            widths[: search.levels, b] = search.widths
         penalty = np.ones(B + 1, dtype=np.float64)
         penalty[: len(searches)] = [search.length_penalty for search in searches]
         return {
@@ -249,7 +254,6 @@ class Wave:
             "levels_B1": column([search.levels for search in searches]),
             "finished_B1": column([search.num_returned for search in searches]),
             "join_B1": column([search.join for search in searches]),
-            "widths_LB1": widths,
             "length_penalty_B1": penalty,
             "suppressed_B1": column([bool(search.special_token_ids) for search in searches]),
             "slot_base": np.array(self.beam_lease.base if self.beam_lease else 0, dtype=np.int64),

@@ -8,6 +8,7 @@ it was given then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,17 +65,16 @@ class Planner:
 
     def _learn(self, first: Callable[[], None]) -> None:
         """Plan by the wrapper's own method, and once more, now that the compiled planner is known, to see what it is
-        given."""
+        given. All wrappers of a process share that planner's module: this one alone gets another."""
         first()
-        module = self._wrapper._cached_module
-        plan = module.plan
+        wrapper, module = self._wrapper, self._wrapper._cached_module
 
         def noting(*args: Any) -> Any:
             self._args = list(args)
-            return plan(*args)
+            return module.plan(*args)
 
-        module.plan = noting
+        wrapper._jit_module = SimpleNamespace(plan=noting)
         try:
             first()
         finally:
-            module.plan = plan
+            wrapper._jit_module, wrapper._cached_module = None, module

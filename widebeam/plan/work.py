@@ -122,6 +122,7 @@ class Work:
         kv_size = T * (
             (2 * H + 2 * 2 * K * D) * BF16 + H * operand
         )  # residual and its norm; k and v read, then to pages
+        # FlashInfer's kernel stands for `row_attention`, which reads the same
         ends_ms = self.timer.context_attention_ms(B, 1, mean_context, Q, K, D)
         return [
             *(Part("prefill", name, ms, N - 1) for name, ms in products.items()),
