@@ -58,24 +58,29 @@ class Replayed:
 
     Before a replay torch checks every guard, each input and what earlier graphs left, which takes more of the host's
     time than all the rest of a launch. Here nothing is left to check: no graph returns anything, and all that one reads
-    and writes lies in a fixed place, so that places and sizes of the arguments say which it is. A function is one graph
-    or none (`graph_partition`), so that the last graph behind a call is all of it.
+    and writes lies in a fixed place, so that places and sizes of the arguments say which it is.
     """
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._program, self._device = program, device
         self._nodes: dict[Hashable, Any] = {}
         """Graph trees' nodes, by what they are for: they hold their graphs."""
+        self._whole: set[Any] = set()
+        """Nodes that were all that a call captured. Torch may cut a function in parts around what no graph can hold."""
 
     def __call__(self, core: Core, *args: Any) -> None:
         key = fixed_of(args)
         if (node := self._nodes.get(key)) is not None:
             node.run_graph()
             return
-        before = self._last_node()
+        before, captured = self._last_node(), made_so_far(self._device).captured
         self._program(core, *args)
         node = self._last_node()
-        if node is not None and node is not before and not copies_inputs(node):
+        if node is None or node is before or copies_inputs(node):
+            return
+        if made_so_far(self._device).captured == captured + 1:
+            self._whole.add(node)
+        if node in self._whole:
             self._nodes[key] = node
 
     def _last_node(self) -> Any:
@@ -123,7 +128,6 @@ def compiled_programs(core: Core, compiler: Callable[[Program], Program] = graph
     torch._dynamo.config.recompile_limit = VARIANTS
     torch._dynamo.config.accumulated_recompile_limit = VARIANTS
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
-    torch._inductor.config.graph_partition = False  # what cannot be captured whole is a fallback, and counted
     _keep_in_place(core)
     device = core.state.level.device
     functions: dict[str, Program] = {
