@@ -147,6 +147,7 @@ async def test_what_was_not_committed_leaves_the_device(subject: Subject, write:
 
 async def in_use(subject: Subject) -> int:
     """Bytes on the device, once those that nobody holds are taken back."""
+    await asyncio.wrap_future(subject.engine._worker.call(lambda runtime: None))  # it lets go of what it ran before
     gc.collect()
     await asyncio.wrap_future(subject.engine._worker.call(lambda runtime: runtime.core.catalogs.free_dropped()))
     return subject.engine.stats().catalog_bytes_in_use

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,7 @@ def test_a_catalog_is_removed(subject: Subject) -> None:
         )
         assert searched() is not None
     assert search.result() == (1, subject.rows)
-    wait_until(lambda: searched() is None)
+    wait_until(lambda: gc.collect() >= 0 and searched() is None)
     assert name not in service.get("/metrics").content.decode()
     for answer in (service.call("DELETE", subject.url), subject.change((), ["item-3"]), subject.roll_back(1)):
         assert code(answer) == (404, "unknown_catalog")
