@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from widebeam.model.planning import DeviceArrays, Planner
@@ -64,6 +65,18 @@ def test_later_plans_bring_new_arrays_to_what_the_first_one_gave() -> None:
         wrapper._pin_memory_int_workspace_buffer = "a pinned"
     assert wrapper.called == called
     assert all(view.data_ptr() % 16 == 0 for view in arrays.views), "kernels read 16 bytes at once"
+
+
+def test_a_wrapper_that_plans_in_another_way_is_told() -> None:
+    """Not planned twice each time, which nobody would notice."""
+
+    class Other(Wrapper):
+        def plan(self, *arrays: torch.Tensor) -> None:
+            self._cached_module, self._plan_info = self._shared, list(arrays)
+
+    wrapper = Other(Module(), "a")
+    with pytest.raises(RuntimeError, match="plans in another way"):
+        plan(Planner(wrapper, DeviceArrays(SIZES, CPU)), wrapper, 0)
 
 
 def test_engines_of_one_process_learn_apart() -> None:

@@ -65,7 +65,8 @@ class Planner:
 
     def _learn(self, first: Callable[[], None]) -> None:
         """Plan by the wrapper's own method, and once more, now that the compiled planner is known, to see what it is
-        given. All wrappers of a process share that planner's module: this one alone gets another."""
+        given. All wrappers of a process share that planner's module: this one alone gets another. Raises RuntimeError
+        if the wrapper does not take it, as another version of FlashInfer may not."""
         first()
         wrapper, module = self._wrapper, self._wrapper._cached_module
 
@@ -78,3 +79,5 @@ class Planner:
             first()
         finally:
             wrapper._jit_module, wrapper._cached_module = None, module
+        if self._args is None:
+            raise RuntimeError("this version of FlashInfer plans in another way")
