@@ -147,8 +147,8 @@ def test_offline_counts_the_graphs_that_a_wave_replays(tmp_path: Path) -> None:
     )
     chosen.floor = False
     replays = {name: case["replays"] for name, case in offline.run(chosen)["cases"].items()}
-    # two for a group of prompts that has graphs, a selection for each token with a forward between two, one that packs
-    assert replays == {"20x1": 2 + 5 + 1, "16x2x8x4": 2 + 7 + 1, "9000x3x8x2": 3 + 1}
+    # two for each group of prompts, a selection for each token with a forward between two, one that packs
+    assert replays == {"20x1": 2 + 5 + 1, "16x2x8x4": 2 + 7 + 1, "9000x3x8x2": 2 * 2 + 3 + 1}
 
 
 def test_offline_compares_policies(checkpoint: Path) -> None:

@@ -179,8 +179,8 @@ def test_nothing_is_read_back_between_prefill_and_result(checkpoint: Path, catal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_module, "collect", allowed)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             outcomes = runtime.run(make_jobs(catalog, "level", ()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
