@@ -21,6 +21,7 @@ from torch import Tensor
 
 from widebeam.model.config import ModelConfig
 from widebeam.model.planning import DeviceArrays, Planner
+from widebeam.model.work_lists import ListPlanner
 
 log = logging.getLogger(__name__)
 HEAD_DIMS = (64, 128, 256)
@@ -136,6 +137,13 @@ class FlashInferBackend:
     def context_plan(self, requests: int, rows: int, splits: int, beside: bool) -> FlashInferContext:
         return FlashInferContext(self, requests, rows, splits, beside)
 
+    def planner(self, wrapper: Any, arrays: DeviceArrays, kernel: str, *, causal: bool) -> Planner | ListPlanner:
+        """What plans a wrapper for graphs again."""
+        if kernel != "fa3":
+            return Planner(wrapper, arrays)
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return ListPlanner(wrapper, arrays, self.heads[0], self.heads[2], causal=causal, processors=processors)
+
     def stage(self, wrapper: Any, beside: bool = False) -> torch.cuda.Event:
         """Give the wrapper a pinned buffer that no copy reads any more; record the event when the plan is queued."""
         if len(self._stages) < STAGES:
@@ -163,7 +171,8 @@ class FlashInferPrefill:
             room, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=arrays.views[0], kv_indptr_buf=arrays.views[1],
             backend=backend.kernel,
         )  # fmt: skip
-        self._planner = Planner(self._wrapper, arrays) if rows is not None else None
+        graphed = rows is not None
+        self._planner = backend.planner(self._wrapper, arrays, backend.kernel, causal=True) if graphed else None
 
     def plan(self, lengths: Sequence[int], num_rows: int) -> None:
         backend = self._backend
@@ -208,7 +217,7 @@ class FlashInferContext:
             room, "NHD", use_cuda_graph=True, qo_indptr_buf=queries, paged_kv_indptr_buf=keys,
             paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=last, backend=backend.context_kernel,
         )  # fmt: skip
-        self._planner = Planner(self._wrapper, arrays)
+        self._planner = backend.planner(self._wrapper, arrays, backend.context_kernel, causal=False)
 
     def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         backend = self._backend

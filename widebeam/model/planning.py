@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+ANOTHER_WAY = "this version of FlashInfer plans in another way"
 ROOM = 4
 """int32 at a multiple of which each array begins: 16 bytes."""
 
@@ -80,4 +81,4 @@ class Planner:
         finally:
             wrapper._jit_module, wrapper._cached_module = None, module
         if self._args is None:
-            raise RuntimeError("this version of FlashInfer plans in another way")
+            raise RuntimeError(ANOTHER_WAY)

@@ -1,0 +1,184 @@
+"""Lists of FlashAttention-3's tiles: against all tiles counted one by one, and FlashInfer's own, greedy way."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.model.test_attention import CONFIG
+from widebeam.model.flashinfer import FlashInferBackend, why_not
+from widebeam.model.planning import DeviceArrays
+from widebeam.model.work_lists import INDPTR, ListPlanner, work_lists
+
+CPU = torch.device("cpu")
+REQUESTS = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 300)), min_size=1, max_size=7)
+Wanted = list[tuple[int, ...]]
+
+
+def begins(sizes: list[int]) -> np.ndarray:
+    return np.array([sum(sizes[:i]) for i in range(len(sizes) + 1)], dtype=np.int32)
+
+
+def arguments(requests: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of requests with so many rows and more keys than rows."""
+    rows, lengths = [rows for rows, _ in requests], [rows + more for rows, more in requests]
+    return begins(rows), begins(lengths), np.array(lengths, dtype=np.int32)
+
+
+def wanted(rows: np.ndarray, keys: np.ndarray, lengths: np.ndarray, heads: int, tile: int) -> Wanted:
+    """All tiles, counted one by one."""
+    return [
+        (number, rows[b], keys[b], rows[b + 1] - rows[b], lengths[b], head, b)
+        for head in range(heads)
+        for b in range(len(lengths))
+        for number in range(-(-int(rows[b + 1] - rows[b]) // tile))
+    ]
+
+
+def columns(lists: list[np.ndarray]) -> Wanted:
+    return [*zip(*(each.tolist() for place, each in enumerate(lists) if place != INDPTR), strict=True)]
+
+
+@given(REQUESTS, st.integers(1, 9), st.sampled_from([16, 48]), st.booleans(), st.integers(2, 40))
+def test_every_tile_is_somebodys(
+    requests: list[tuple[int, int]], heads: int, tile: int, causal: bool, processors: int
+) -> None:
+    lists = work_lists(*arguments(requests), heads, tile, causal, processors)
+    assert sorted(columns(lists)) == sorted(wanted(*arguments(requests), heads, tile))
+    ends = lists[INDPTR].tolist()
+    assert len(ends) == processors + 1 and ends == sorted(ends) and ends[0] == 0 and ends[-1] == len(lists[0])
+    assert all(each.dtype == np.int32 for each in lists)
+
+
+def loads(lists: list[np.ndarray], tile: int, causal: bool) -> list[int]:
+    """What each multiprocessor's tiles cost: rows twice, and the keys that the last row of a tile sees."""
+    costs = []
+    for number, _, _, rows, keys, _, _ in columns(lists):
+        costs.append(2 * tile + (max(0, min(keys, keys - rows + (number + 1) * tile)) if causal else keys))
+    ends = lists[INDPTR].tolist()
+    return [sum(costs[begin:end]) for begin, end in itertools.pairwise(ends)]
+
+
+def greedy(costs: list[int], heads: int, processors: int) -> int:
+    """The largest load if, head by head, each tile goes to whoever has least."""
+    heap = [0] * processors
+    for cost in costs * heads:
+        heapq.heapreplace(heap, heap[0] + cost)
+    return max(heap)
+
+
+def test_no_multiprocessor_has_much_more_than_the_greedy_way_gives_it() -> None:
+    rng, tile, processors, ratios = np.random.default_rng(0), 128, 132, []
+    for trial in range(150):
+        heads, count, causal = int(rng.choice([4, 5, 8, 16, 40])), int(rng.integers(1, 17)), trial % 2 == 0
+        rows = rng.integers(1, rng.choice([300, 1200, 9000] if causal else [40, 300, 1200]), count)
+        keys = rows if causal else rng.integers(1, 32_000, count)
+        given = begins(rows.tolist()), begins(keys.tolist()), keys.astype(np.int32)
+        largest = max(loads(work_lists(*given, heads, tile, causal, processors), tile, causal))
+        tiles = sorted(zip(keys.tolist(), rows.tolist(), strict=True), reverse=True)
+        costs = [
+            2 * tile + (min(some, (number + 1) * tile) if causal else some)
+            for some, size in tiles
+            for number in reversed(range(-(-size // tile)))
+        ]
+        ratios.append(largest / greedy(costs, heads, processors))
+    assert max(ratios) < 1.1 and sum(ratios) / len(ratios) < 0.97
+
+
+class Wrapper:
+    """As much of FlashInfer's as planning sees: puts its lists where the compiled planner does, in an order of its
+    own."""
+
+    def __init__(self, arrange: Callable[[list[np.ndarray]], list[np.ndarray]], shared: bool = False) -> None:
+        self._pin_memory_int_workspace_buffer, self._int_workspace_buffer = torch.zeros(2, 65536, dtype=torch.uint8)
+        self._plan_info: Any = None
+        self._arrange, self._shared = arrange, shared
+        self.called = 0
+
+    def plan(self, lists: list[np.ndarray]) -> None:
+        self.called += 1
+        self._plan_info = [*(8192 * place for place in range(len(lists))), self._shared]
+        host = self._pin_memory_int_workspace_buffer.numpy().view(np.int32)
+        for place, each in enumerate(self._arrange(lists)):
+            host[2048 * place : 2048 * place + len(each)] = each
+
+
+def backwards(lists: list[np.ndarray]) -> list[np.ndarray]:
+    return [each if place == INDPTR else each[::-1] for place, each in enumerate(lists)]
+
+
+def plan(wrapper: Wrapper, planner: ListPlanner, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The arrays that the device gets, and the lists."""
+    rng = np.random.default_rng(seed)
+    given = arguments([(int(rows), 3) for rows in rng.integers(0, 400, 4)])
+    lists = work_lists(*given, 3, 128, True, 7)
+    planner.plan(lambda: wrapper.plan(lists), *given, given[:2])
+    return [*given[:2]], lists
+
+
+def test_later_plans_put_their_lists_where_the_first_one_had_them() -> None:
+    wrapper, arrays = Wrapper(backwards), DeviceArrays([5, 5], CPU)
+    planner = ListPlanner(wrapper, arrays, 3, 128, causal=True, processors=7)
+    plan(wrapper, planner, 0)
+    for seed in range(1, 6):
+        brought, lists = plan(wrapper, planner, seed)
+        device = wrapper._int_workspace_buffer.numpy().view(np.int32)
+        assert all(device[2048 * i : 2048 * i + len(each)].tolist() == each.tolist() for i, each in enumerate(lists))
+        assert [view.tolist() for view in arrays.views] == [each.tolist() for each in brought]
+    assert wrapper.called == 1
+
+
+def less(lists: list[np.ndarray]) -> list[np.ndarray]:
+    """Another number of keys."""
+    return [each - (place == 4) for place, each in enumerate(lists)]
+
+
+def test_a_wrapper_that_plans_in_another_way_is_told() -> None:
+    for wrapper in (Wrapper(less), Wrapper(backwards, shared=True)):
+        planner = ListPlanner(wrapper, DeviceArrays([5, 5], CPU), 3, 128, causal=True, processors=7)
+        with pytest.raises(RuntimeError, match="plans in another way"):
+            plan(wrapper, planner, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)  # kernels are built where none are cached
+@pytest.mark.parametrize("heads", [(16, 8), (5, 1)])
+def test_plans_made_again_give_the_same_bits(heads: tuple[int, int]) -> None:
+    """As the first plan of a shape does, which is FlashInfer's own."""
+    device, dtype, (Q, K) = torch.device("cuda"), torch.bfloat16, heads
+    config = msgspec.structs.replace(CONFIG, num_heads=Q, num_kv_heads=K, head_dim=128)
+    if reason := why_not(config, dtype, device):
+        pytest.skip(reason)
+    backend = FlashInferBackend(config, 16, 600, dtype, device)
+    torch.manual_seed(0)
+    rows = 3000
+    q, k, v = (torch.randn(rows, some, 128, device=device, dtype=dtype) for some in (Q, K, K))
+    k_pool, v_pool = (torch.randn(16 * 600, K, 128, device=device, dtype=dtype) for _ in range(2))
+    prompts = [[3000], [700, 2, 1900], [129, 128, 127, 1]]
+    widths, contexts = [[2999, 1], [256, 300, 1]], [[16 * 300, 40], [16 * 200, 1000, 16 * 300 - 5]]
+    pages = [[[*range(b * 300, b * 300 + -(-length // 16))] for b, length in enumerate(one)] for one in contexts[:1]]
+    pages.append([[*range(-(-length // 16))] for length in contexts[1]])
+
+    def results(own: bool) -> list[torch.Tensor]:
+        prefill, context = backend.prefill_plan(4, rows), backend.context_plan(3, rows, 1, beside=False)
+        found = []
+        for lengths in prompts:
+            prefill = prefill if own else backend.prefill_plan(4, rows)
+            prefill.plan(lengths, rows)
+            found.extend(prefill.run(q, k, v))
+        for width, length, table in zip(widths, contexts, pages, strict=True):
+            context = context if own else backend.context_plan(3, rows, 1, beside=False)
+            context.plan(width, length, table)
+            found.extend(context.run(q, k_pool, v_pool, 1.0))
+        return found
+
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(results(True), results(False), strict=True))
