@@ -104,7 +104,8 @@ class FlashInferBackend:
         prefill, context = self.prefill_plan(1, None), self.context_plan(1, 2, 1, beside=False)
         prefill.plan([2], 2)
         prefill.run(*rows)
-        context.plan([2], [1], [[0]])
+        for _ in range(2):  # the second is made in another way
+            context.plan([2], [1], [[0]])
         pool = torch.zeros(self.page_size, K, D, dtype=self.kv_dtype, device=self.device)
         context.run(rows[0], pool, pool, 1.0)
         torch.cuda.synchronize(self.device)
