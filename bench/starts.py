@@ -26,6 +26,8 @@ from servers import counts, machine, running_server, split_flags
 LOADED = re.compile(r"loaded in ([\d.]+) s")
 WARMED = re.compile(r"warm-up: (\d+) waves in ([\d.]+) s, Made\(compiled=(\d+), captured=(\d+), skipped=(\d+)\)")
 """One line for any token and one for each catalog; what was made is counted from the start."""
+SHOWN_S = 0.5
+"""After which what the server has written is shown."""
 COLUMNS = {
     "warmup": "warm-up", "caches": "caches", "ready_s": "ready s", "load_s": "load s", "warmup_s": "warm-up s",
     "waves": "waves", "compiled": "compiled", "captured": "captured", "skipped": "skipped", "fallbacks": "fallbacks",
@@ -50,14 +52,25 @@ async def start(arguments: argparse.Namespace, warmup: str, caches: Path, log: I
     """Start one server and stop it."""
     folders = {name: str(caches / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     flags = ["--warmup", warmup, *arguments.serve]
+    shown = asyncio.create_task(show(log))
     try:
         async with running_server(arguments.checkpoint, flags, os.environ | folders, log) as server:
             found = {"ready_s": server.ready_s} | await counts(server.url)
     finally:
-        log.seek(0)
-        text = log.read().decode()
-        sys.stderr.write(text)
-    return found | said(text) | {"cache_mib": size_of(caches) / 2**20, "exit_status": server.exit_status}
+        await asyncio.sleep(SHOWN_S)
+        shown.cancel()
+    log.seek(0)
+    return found | said(log.read().decode()) | {"cache_mib": size_of(caches) / 2**20, "exit_status": server.exit_status}
+
+
+async def show(log: IO[bytes]) -> None:
+    """Pass on what the server writes: a start may take longer than somebody waits for it."""
+    passed = 0
+    while True:
+        text = os.pread(log.fileno(), 1 << 20, passed)
+        passed += len(text)
+        print(text.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+        await asyncio.sleep(SHOWN_S / 2)
 
 
 def size_of(folder: Path) -> int:
@@ -65,17 +78,15 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Two starts for each way to warm up, in the order of the report's rows."""
-    starts = []
+async def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Two starts for each way to warm up, each saved as it is made."""
     for warmup in arguments.warmup:
         with tempfile.TemporaryDirectory() as caches:
             for held in ("empty", "filled"):
                 with tempfile.TemporaryFile() as log:
                     found = await start(arguments, warmup, Path(caches), log)
-                starts.append({"warmup": warmup, "caches": held} | found)
-                print(f"{warmup}, {held} caches: {found['ready_s']:.1f} s", file=sys.stderr, flush=True)
-    return starts
+                report["starts"].append({"warmup": warmup, "caches": held} | found)
+                save(arguments.save, report, markdown(report))
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -96,10 +107,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> None:
     arguments = parse(argv)
-    report = {"starts": asyncio.run(measure(arguments))}
-    report = header(arguments) | {"machine": machine()} | report
+    report = header(arguments) | {"machine": machine(), "starts": []}
+    asyncio.run(measure(arguments, report))
     print(markdown(report))
-    save(arguments.save, report, markdown(report))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
-
-from tqdm import tqdm
 
 from widebeam.engine import warmup
 from widebeam.engine.compile import Made, captured_at_once, made_so_far
@@ -19,6 +16,7 @@ from widebeam.engine.core import FATAL, Core
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.shapes import COMMON_TOKENS, CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, Size, token_rungs
 from widebeam.engine.wave import Search
+from widebeam.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +59,8 @@ class Captures:
             return
         self._meet_all(list(warmup.waves(limits, widest, vocab_size, longest, policies)))
         if context.cache is not None:
-            for size, searches in warmup.reusing(limits, vocab_size, longest, context.page_size, every):
+            reusing = list(warmup.reusing(limits, vocab_size, longest, context.page_size, every))
+            for size, searches in progress(reusing, "capturing prompts behind prefixes", "size"):
                 if size is None:
                     with self._uncounted():
                         self._run(searches)
@@ -71,8 +70,8 @@ class Captures:
                 graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(COMMON_TOKENS), CONTEXT_SPLITS))
             context.flush()
         self._larger.extend(warmup.large_prompts(limits, widest, vocab_size, longest))
-        while every and self.capture_more():
-            pass
+        for _ in progress(range(len(self._larger) if every else 0), "capturing large prompts", "size"):
+            self.capture_more()
 
     def add(self, waves: Iterable[list[Search]]) -> None:
         """Of waves over a catalog, run those of which a level needs what none of an earlier one has met."""
@@ -84,9 +83,7 @@ class Captures:
     def _meet_all(self, planned: list[list[Search]]) -> None:
         started = time.perf_counter()
         with self._uncounted():
-            for searches in tqdm(
-                planned, desc="compiling and capturing", unit="wave", disable=not sys.stderr.isatty(), file=sys.stderr
-            ):
+            for searches in progress(planned, "compiling and capturing waves", "wave"):
                 self._meet(searches)
         log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from widebeam.errors import CheckpointError
 from widebeam.kv.pools import Scales
@@ -25,6 +23,7 @@ from widebeam.model.ops import FP8, quantize_rows
 from widebeam.model.parallel import WHOLE, Shard
 from widebeam.model.quantization import why_no_place
 from widebeam.model.qwen3 import Qwen3
+from widebeam.progress import progress
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -214,10 +213,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _stream(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that the network needs, shard by shard, with a progress bar on a terminal."""
-    files = _shards(folder)
-    progress = tqdm(files, desc="loading weights", unit="shard", disable=not sys.stderr.isatty(), file=sys.stderr)
-    for file in progress:
+    """Every tensor that the network needs, shard by shard."""
+    for file in progress(_shards(folder), "loading weights", "shard"):
         try:
             with safe_open(file, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a dict)
