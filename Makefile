@@ -22,8 +22,10 @@ demo: $(INSTALLED)
 demo-train: $(INSTALLED)
 	$(BIN)/python examples/movielens/train.py $(if $(PIP_ARGS),--pip-args="$(PIP_ARGS)")
 
+# Two processes: many tests wait for servers of their own. WORKERS=0 runs one, to debug in.
+WORKERS ?= 2
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -24,7 +24,7 @@ def test_waves_are_predicted_as_they_were_measured(report: Path) -> None:
     worst = max(found, key=lambda one: abs(math.log(one.total)))
     print(f"worst of {report.name}: {worst.case}, {worst.total:.3f} of what was measured")
     assert 0.9 < worst.total < 1.1
-    assert all(0.85 < one.prefill < 1.15 and 0.7 < one.levels < 1.3 for one in found)
+    assert all(0.8 < one.prefill < 1.2 and 0.7 < one.levels < 1.3 for one in found)
 
 
 def test_a_tree_of_random_items_takes_what_a_catalog_takes() -> None:

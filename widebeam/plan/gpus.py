@@ -53,24 +53,24 @@ def gpu_named(name: str) -> Gpu:
 class Calibration:
     """Shares of the peak that waves reach, and times in microseconds (`wave` and `level`: milliseconds)."""
 
-    products: float = 0.745
-    fp8_products: float = 0.692
-    prompt_attention: float = 0.6
+    products: float = 0.779
+    fp8_products: float = 0.759
+    prompt_attention: float = 0.567
     """Of the peak in bf16, as all that follow."""
-    context_attention: float = 0.494
-    memory: float = 0.648
-    product_us: float = 3.5
-    prompt_us: float = 5.8
-    context_us: float = 9.5
-    context_token_us: float = 0.0119
+    context_attention: float = 0.458
+    memory: float = 0.628
+    product_us: float = 3.23
+    prompt_us: float = 5.14
+    context_us: float = 9.99
+    context_token_us: float = 0.0124
     """For each token of a context, since one block walks through it."""
-    split_us: float = 16.4
+    split_us: float = 15.7
     """To merge the parts of a context that was cut."""
-    pointwise_us: float = 15.7
+    pointwise_us: float = 14.5
     """Launches of what lies between a layer's products."""
-    wave_ms: float = 1.19
+    wave_ms: float = 1.02
     """Before a wave's prompts run: copies and plans."""
-    level_ms: float = 0.114
+    level_ms: float = 0.11
     """Scoring and selection, besides reading logits."""
 
 
