@@ -161,8 +161,9 @@ def test_policies_are_compiled_at_start(
     assert len(recorder.compiled) == compiled
 
 
-def test_large_prompts_are_captured_later(pretended: Pretended) -> None:
+def test_large_prompts_are_captured_later(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then they run as they are; either way the search is the same."""
+    monkeypatch.setattr(Captures, "_missing", lambda *_: None)  # traffic waits for none
     runtime = pretended.runtime
     pretended.start()
     programs = runtime.core.programs
@@ -184,6 +185,47 @@ def test_large_prompts_are_captured_later(pretended: Pretended) -> None:
     for one, other in zip(plain, graphed, strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
         assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
+
+
+def large_wave(runtime: Runtime, tokens: int) -> Any:
+    """One result of two prompts with so many tokens together."""
+    jobs = [Job(make_search(np.arange(tokens // 2) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(2)]
+    return runtime.run(jobs)[0].result
+
+
+def test_traffic_waits_for_a_capture_now_and_then(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody ever stops asking: the first size that comes, and no other for a while."""
+    runtime, captures, programs = pretended.runtime, pretended.start(), pretended.runtime.core.programs
+    captured = pretended.captured
+    first = large_wave(runtime, 300)
+    assert programs.rung(16, 300, 0) == 320 and pretended.captured == captured + 2
+    assert large_wave(runtime, 300).sequences == first.sequences
+    large_wave(runtime, 400)
+    assert programs.rung(16, 400, 0) is None and pretended.captured == captured + 2
+    monkeypatch.setattr("widebeam.engine.captures.EVERY_S", 0.0)
+    large_wave(runtime, 400)
+    large_wave(runtime, 200)  # which has its graphs
+    assert programs.rung(16, 400, 0) == 480
+    assert pretended.captured == captured + 3  # one of two was made for prompts behind prefixes
+    assert captures.late_graphs == captures.fallbacks == 0
+
+
+def test_a_capture_that_fails_in_traffic_fails_no_other_wave(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("widebeam.engine.captures.EVERY_S", 0.0)
+    runtime, captures, programs = pretended.runtime, pretended.start(), pretended.runtime.core.programs
+
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(programs.body, "_program", no_room)
+        large_wave(runtime, 300)
+    runtime.check_integrity()
+    for tokens in (300, 400):
+        assert large_wave(runtime, tokens).sequences and programs.rung(16, tokens, 0) is None
+    assert (captures.fallbacks, captures.late_graphs, runtime.capture_more()) == (1, 0, False)
 
 
 def test_padding_behind_prefixes_changes_no_result(pretended: Pretended) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.engine.warm_waves import make_runtime, make_search, soak
+from tests.engine.warm_waves import make_large, make_runtime, make_search, soak
 from widebeam.constraints.arena import NODE_BYTES, CatalogArena
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.index import CatalogIndex
@@ -137,6 +137,34 @@ def test_after_warm_up_nothing_is_made_and_memory_stands_still(large_heads: tupl
     gc.collect()
     assert runtime.fallbacks == 0 and made_so_far(runtime.device) == made
     assert torch.cuda.memory_allocated() == allocated
+
+
+def test_large_prompts_get_graphs_in_traffic(
+    large_heads: tuple[Path, Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a wave before it on its way; what comes again is replayed, and is what it was."""
+    make_large(monkeypatch, 128, 320)
+    checkpoint, _ = large_heads
+    eager = make_runtime(checkpoint, LONGEST, enforce_eager=True, **WIDE)
+    runtime = make_runtime(checkpoint, LONGEST, warmup="fast", **WIDE)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 150, tokens) for tokens in (180, 160)]
+
+    def flights(runtime: Runtime) -> list[list[Sequence]]:
+        jobs = [Job(make_search(tokens, 40, 4), 0.0, None) for tokens in prompts]
+        both = [runtime.launch(some) for some in ([Job(make_search(prompts[0][:20], 40, 4), 0.0, None)], jobs)]
+        outcomes = [outcome for flight in both for outcome in flight.outcomes()]
+        return [outcome.result.sequences for outcome in outcomes]  # type: ignore[union-attr]
+
+    made = made_so_far(runtime.device)
+    captured = flights(runtime)
+    assert made_so_far(runtime.device).captured == made.captured + 2
+    assert_alike(flights(eager), captured, EPS)
+    with monkeypatch.context() as patch:
+        for program in (runtime.core.programs.body, runtime.core.programs.last):
+            patch.setattr(program, "_program", refuse)
+        assert flights(runtime) == captured
+    assert runtime.fallbacks == runtime.late_graphs == 0
 
 
 def test_an_update_compiles_and_captures_nothing(large_heads: tuple[Path, Catalog], tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""What is compiled and captured before anybody needs it: at start, for a new catalog, and while nobody waits."""
+"""What is compiled and captured before anybody needs it: at start, for a new catalog, and while nobody waits; and of
+the rest a little at a time in traffic."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -14,11 +16,22 @@ from widebeam.engine import warmup
 from widebeam.engine.compile import Made, captured_at_once, made_so_far
 from widebeam.engine.core import FATAL, Core
 from widebeam.engine.scheduler import WaveLimits
-from widebeam.engine.shapes import COMMON_TOKENS, CONTEXT_SPLITS, GROUP_TOKENS, REQUEST_RUNGS, Size, token_rungs
-from widebeam.engine.wave import Search
+from widebeam.engine.search import group_size, prompt_groups
+from widebeam.engine.shapes import (
+    COMMON_TOKENS,
+    CONTEXT_SPLITS,
+    GROUP_TOKENS,
+    REQUEST_RUNGS,
+    Size,
+    token_rung,
+    token_rungs,
+)
+from widebeam.engine.wave import Search, Wave
 from widebeam.progress import progress
 
 log = logging.getLogger(__name__)
+EVERY_S = 20.0
+"""Between two captures that traffic waits for: each takes about as long as the wave."""
 
 
 class Captures:
@@ -42,6 +55,10 @@ class Captures:
         self._met: set[Hashable] = set()
         self._larger: deque[tuple[Size, list[Search]]] = deque()
         """Of prompts that have no graph yet, each with a wave that meets it."""
+        self._full = False
+        """Some size could not be captured; no other is tried."""
+        self._in_traffic = -math.inf
+        """When traffic last waited for a capture."""
         self._told = False
         self.fallbacks = 0
         """Forms compiled after warm-up, and sizes that could not be captured; those that were left after one count with
@@ -109,27 +126,59 @@ class Captures:
 
         There are too many sizes over COMMON_TOKENS for a quick start. Until then they are launched kernel by kernel.
         """
-        if not self._larger:
+        if self._full or not self._larger:
             return False
-        if not self._capture(*self._larger.popleft()):
-            self._larger.clear()
+        self._capture(*self._larger.popleft())
         return True
 
+    @contextmanager
+    def around(self, wave: Wave) -> Iterator[None]:
+        """While a wave is launched. Where somebody waits all the time, sizes that come are captured now and then."""
+        size = self._missing(wave)
+        if size is None:
+            yield
+            return
+        with self._given(size), captured_at_once():
+            yield
+        self._in_traffic = time.monotonic()
+
+    def _missing(self, wave: Wave) -> Size | None:
+        """A size of the wave's prompts that has no graph and may get one now."""
+        if self._made is None or self._full or time.monotonic() < self._in_traffic + EVERY_S:
+            return None
+        for group in prompt_groups(wave.searches):
+            rows, splits, graphed = group_size(self._core, wave.requests, group.searches)
+            if not graphed and (rung := token_rung(rows)) <= GROUP_TOKENS:
+                return wave.requests, rung, splits
+        return None
+
     def _capture(self, size: Size, searches: list[Search]) -> bool:
-        """Give prompts of one size their graphs; False, and counted, if that cannot be."""
+        """Give prompts of one size their graphs; False if that cannot be."""
+        try:
+            with self._given(size):
+                self._meet(searches)
+        except FATAL:
+            raise
+        except Exception:  # it is counted
+            return False
+        return True
+
+    @contextmanager
+    def _given(self, size: Size) -> Iterator[None]:
+        """Prompts of one size get their graphs within. If that cannot be it is counted, and no other size gets any."""
         graphed = self._core.programs.graphed
         graphed.add(size)
         try:
             with self._uncounted():
-                self._meet(searches)
+                yield
         except FATAL:
             raise
         except Exception as error:  # out of memory, above all
             log.warning("prompts of %d tokens get no graph, nor do others after them: %s", size[1], error)
             graphed.discard(size)
+            self._full = True
             self.fallbacks += 1
-            return False
-        return True
+            raise
 
     def note(self) -> None:
         """Behind a wave: count what it needed and warm-up did not meet, and log the first that was compiled.

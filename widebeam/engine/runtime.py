@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,11 +216,12 @@ class Runtime:
             acquire(self.core, wave)
             trie = self.core.catalogs.trie(wave.catalog) if wave.catalog is not None else None
             between = between._replace(wanted=wanted)
-            if self._leader is None:
-                launched = launch_wave(self.core, wave, trie, between)
-            else:
-                with self._leader.launching(self.core, wave):
-                    launched = launch_wave(self.core, wave, trie, self._leader.telling(between))
+            with self._captures.around(wave) if self._captures else nullcontext():
+                if self._leader is None:
+                    launched = launch_wave(self.core, wave, trie, between)
+                else:
+                    with self._leader.launching(self.core, wave):
+                        launched = launch_wave(self.core, wave, trie, self._leader.telling(between))
         finally:
             release(self.core, wave, keep=launched is not None)
         if self.core.tier is not None:
