@@ -162,7 +162,7 @@ def test_policies_are_compiled_at_start(
 
 
 def test_large_prompts_are_captured_later(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then they run as they are; either way the search is the same."""
+    """Until then larger ones serve; either way the search is the same."""
     monkeypatch.setattr(Captures, "_missing", lambda *_: None)  # traffic waits for none
     runtime = pretended.runtime
     pretended.start()
@@ -175,14 +175,14 @@ def test_large_prompts_are_captured_later(pretended: Pretended, monkeypatch: pyt
         jobs = [Job(make_search(np.arange(150) * (b + 7) % 50, 8, 8), 0.0, None) for b in range(3)]
         return [[(s.token_ids, s.score) for s in outcome.result.sequences] for outcome in runtime.run(jobs)]
 
-    captured, plain = pretended.captured, results()
-    assert (sizes(), pretended.captured) == ([128, 256, None, None, None, None], captured)
+    captured, padded = pretended.captured, results()
+    assert (sizes(), pretended.captured) == ([128, 256, 480, 480, 480, 640], captured)
     while runtime.capture_more():
         pass
     assert sizes() == [128, 256, 320, 480, 480, 640]
     captured, graphed = pretended.captured, results()
     assert pretended.captured == captured and runtime.fallbacks == runtime.late_graphs == 0
-    for one, other in zip(plain, graphed, strict=True):
+    for one, other in zip(padded, graphed, strict=True):
         assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
         assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-4)
 
@@ -195,24 +195,27 @@ def large_wave(runtime: Runtime, tokens: int) -> Any:
 
 def test_traffic_waits_for_a_capture_now_and_then(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody ever stops asking: the first size that comes, and no other for a while."""
+    make_large(monkeypatch, 128, 640)
     runtime, captures, programs = pretended.runtime, pretended.start(), pretended.runtime.core.programs
     captured = pretended.captured
+    assert [programs.rung(16, tokens, 0) for tokens in (300, 400)] == [640, 640]
     first = large_wave(runtime, 300)
     assert programs.rung(16, 300, 0) == 320 and pretended.captured == captured + 2
     assert large_wave(runtime, 300).sequences == first.sequences
     large_wave(runtime, 400)
-    assert programs.rung(16, 400, 0) is None and pretended.captured == captured + 2
+    assert programs.rung(16, 400, 0) == 640 and pretended.captured == captured + 2
     monkeypatch.setattr("widebeam.engine.captures.EVERY_S", 0.0)
     large_wave(runtime, 400)
-    large_wave(runtime, 200)  # which has its graphs
-    assert programs.rung(16, 400, 0) == 480
-    assert pretended.captured == captured + 3  # one of two was made for prompts behind prefixes
-    assert captures.late_graphs == captures.fallbacks == 0
+    large_wave(runtime, 400)
+    assert programs.rung(16, 400, 0) == 480 and pretended.captured == captured + 4
+    assert captures.late_graphs == captures.fallbacks == captures.ungraphed_prompts == 0
 
 
 def test_a_capture_that_fails_in_traffic_fails_no_other_wave(
     pretended: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No other size is tried. What finds no graph at all is counted."""
+    make_large(monkeypatch, 128, 640)
     monkeypatch.setattr("widebeam.engine.captures.EVERY_S", 0.0)
     runtime, captures, programs = pretended.runtime, pretended.start(), pretended.runtime.core.programs
 
@@ -224,8 +227,11 @@ def test_a_capture_that_fails_in_traffic_fails_no_other_wave(
         large_wave(runtime, 300)
     runtime.check_integrity()
     for tokens in (300, 400):
-        assert large_wave(runtime, tokens).sequences and programs.rung(16, tokens, 0) is None
-    assert (captures.fallbacks, captures.late_graphs, runtime.capture_more()) == (1, 0, False)
+        assert large_wave(runtime, tokens).sequences and programs.rung(16, tokens, 0) == 640
+    assert (captures.fallbacks, captures.ungraphed_prompts, runtime.capture_more()) == (1, 0, False)
+    programs.graphed.discard((16, 640, 0))
+    assert large_wave(runtime, 300).sequences and captures.ungraphed_prompts == 1
+    assert captures.late_graphs == 0
 
 
 def test_padding_behind_prefixes_changes_no_result(pretended: Pretended) -> None:
@@ -303,10 +309,10 @@ def test_prompts_are_not_padded_without_bound(
     for requests, tokens, splits in itertools.product((16, 64), (1, 100, 400, 600, 1100, 1250), (0, 1)):
         rung = programs.rung(requests, tokens, splits)
         assert rung is None or tokens <= rung < tokens + step
-        assert rung is None or (splits and tokens > common) or rung == token_rung(tokens)
+        assert rung is None or tokens > common or rung == token_rung(tokens)
         found += rung is not None
-    assert programs.rung(16, 600, 1) is None  # 16 requests cannot have as many
-    assert found == (2 * 2 * 3 + 3 if cache == "on" else 2 * 3)
+    assert programs.rung(16, 600, 0) is programs.rung(16, 600, 1) is None  # 16 requests cannot have as many
+    assert found == (2 * (2 * 3 + 3) if cache == "on" else 2 * 3 + 3)
 
 
 def test_no_room_for_more_graphs(

@@ -65,9 +65,12 @@ class Captures:
         it."""
         self.late_graphs = 0
         """Graphs captured after warm-up, for sizes that it did not meet."""
+        self.ungraphed_prompts = 0
+        """Groups of prompts that were launched kernel by kernel since warm-up."""
 
     def start(self, widest: int, vocab_size: int, longest: int, policies: bool = False) -> None:
-        """The first warm-up, over any token. Larger prompts follow while nobody waits, or now if all is to be met."""
+        """The first warm-up, over any token. Most of the larger prompts follow while nobody waits, or now if all is to
+        be met."""
         context, graphed = self._core.context, self._core.programs.graphed
         limits, every = self._limits, self._mode == "full"
         if self._mode == "none":
@@ -86,9 +89,11 @@ class Captures:
             else:  # more requests together are rare: captured when they come
                 graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(COMMON_TOKENS), CONTEXT_SPLITS))
             context.flush()
-        self._larger.extend(warmup.large_prompts(limits, widest, vocab_size, longest))
-        for _ in progress(range(len(self._larger) if every else 0), "capturing large prompts", "size"):
-            self.capture_more()
+        first, later = warmup.large_prompts(limits, widest, vocab_size, longest)
+        for size, searches in progress(first + later if every else first, "capturing large prompts", "size"):
+            if self._full or not self._capture(size, searches):
+                break
+        self._larger.extend([] if every else later)
 
     def add(self, waves: Iterable[list[Search]]) -> None:
         """Of waves over a catalog, run those of which a level needs what none of an earlier one has met."""
@@ -124,7 +129,7 @@ class Captures:
     def capture_more(self) -> bool:
         """Capture prompts of one more size, if there is one left, for up to half a second: for when nobody waits.
 
-        There are too many sizes over COMMON_TOKENS for a quick start. Until then they are launched kernel by kernel.
+        There are too many sizes over COMMON_TOKENS for a quick start. Until then they take the graphs of larger ones.
         """
         if self._full or not self._larger:
             return False
@@ -143,14 +148,26 @@ class Captures:
         self._in_traffic = time.monotonic()
 
     def _missing(self, wave: Wave) -> Size | None:
-        """A size of the wave's prompts that has no graph and may get one now."""
-        if self._made is None or self._full or time.monotonic() < self._in_traffic + EVERY_S:
+        """A size of the wave's prompts that is to get its graphs now. Of others those without any graph are counted."""
+        if self._made is None:
             return None
+        may = not self._full and time.monotonic() >= self._in_traffic + EVERY_S
+        missing = None
         for group in prompt_groups(wave.searches):
-            rows, splits, graphed = group_size(self._core, wave.requests, group.searches)
-            if not graphed and (rung := token_rung(rows)) <= GROUP_TOKENS:
-                return wave.requests, rung, splits
-        return None
+            tokens = sum(search.num_new for search in group.searches)
+            _, splits, graphed = group_size(self._core, wave.requests, group.searches)
+            size = wave.requests, token_rung(tokens), splits
+            served = graphed if splits else size in self._core.programs.graphed  # behind prefixes a larger one will do
+            if may and missing is None and not served and size[1] <= GROUP_TOKENS:
+                missing = size
+            elif not graphed and size != missing:
+                self._count_ungraphed(tokens)
+        return missing
+
+    def _count_ungraphed(self, tokens: int) -> None:
+        if not self.ungraphed_prompts:
+            log.info("prompts of %d tokens were launched kernel by kernel, as no graph is for so many", tokens)
+        self.ungraphed_prompts += 1
 
     def _capture(self, size: Size, searches: list[Search]) -> bool:
         """Give prompts of one size their graphs; False if that cannot be."""

@@ -40,12 +40,11 @@ class Programs:
     """What `body` and `last` are for. Prompts that find no size here run as they are, by `step`."""
 
     def rung(self, requests: int, tokens: int, splits: int) -> int | None:
-        """The rung of `graphed` for so many prompt tokens. Behind prefixes, where a layer is many launches, a larger
-        one will do: the least that is not too large."""
+        """The least rung of `graphed` for so many prompt tokens, unless it is much too large."""
         rung = token_rung(tokens)
         while (requests, rung, splits) not in self.graphed:
             rung = token_rung(rung + 1)
-            if not splits or rung >= tokens + LARGE_STEP:
+            if rung >= tokens + LARGE_STEP:
                 return None
         return rung
 

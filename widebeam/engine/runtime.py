@@ -196,6 +196,11 @@ class Runtime:
         """Graphs captured after warm-up, for sizes that it did not meet."""
         return self._captures.late_graphs if self._captures else 0
 
+    @property
+    def ungraphed_prompts(self) -> int:
+        """Groups of prompts launched kernel by kernel, as no graph is for so many tokens."""
+        return self._captures.ungraphed_prompts if self._captures else 0
+
     def _run_searches(self, searches: list[Search]) -> list[Outcome]:
         return self.run([Job(search, time.monotonic(), None) for search in searches])
 

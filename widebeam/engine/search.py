@@ -115,8 +115,8 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int]
 def launch_prompts(core: Core, wave: Wave) -> None:
     """Prefill, in groups of prompts whose products are large enough: beyond that cuBLAS has worse kernels on an H200.
 
-    A group runs as two graphs if its size has some, or behind prefixes a larger one; else kernel by kernel, which the
-    host launches as fast as the device runs only if they are large.
+    A group runs as two graphs, of its size or a larger one; if there are none, kernel by kernel, which the host
+    launches as fast as the device runs only if they are large.
     """
     programs, state = core.programs, core.state
     for group in prompt_groups(wave.searches):

@@ -113,6 +113,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Slower ways taken than the device has, such as attention in plain PyTorch on a GPU."""
     late_graphs: int
     """Graphs captured after warm-up, for sizes that it did not meet."""
+    ungraphed_prompts: int
+    """Groups of prompts launched kernel by kernel, as no graph is for so many tokens."""
     waves_on_device: int
     """Launched and not delivered; one runs, one may lie behind it."""
     beam_rows_in_use: int
@@ -193,6 +195,7 @@ def engine_stats(waiting: Waiting, budgets: Budgets, worker: Worker, runtime: Ru
         out_of_memory=worker.out_of_memory,
         fallbacks=runtime.fallbacks,
         late_graphs=runtime.late_graphs,
+        ungraphed_prompts=runtime.ungraphed_prompts,
         waves_on_device=len(on_device),
         beam_rows_in_use=sum(load.rows for load in on_device),
         context_pages_in_use=sum(load.pages for load in on_device),

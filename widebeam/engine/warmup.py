@@ -100,16 +100,28 @@ def most_tokens(limits: WaveLimits, longest: int) -> int:
     return min(GROUP_TOKENS, max(limits.tokens, longest))
 
 
+def at_start(tokens: int, largest: int) -> bool:
+    """Whether a start captures prompts of so many tokens: of those over COMMON_TOKENS one of eight, and the largest.
+    Until the others have graphs these serve them."""
+    return tokens <= COMMON_TOKENS or tokens % LARGE_STEP == 0 or tokens == largest
+
+
 def large_prompts(
     limits: WaveLimits, widest: int, vocab_size: int, longest: int
-) -> Iterator[tuple[Size, list[Search]]]:
-    """Waves that meet the rungs of prompt tokens over COMMON_TOKENS, the smallest first, each with its size."""
+) -> tuple[list[tuple[Size, list[Search]]], list[tuple[Size, list[Search]]]]:
+    """Waves that meet the rungs of prompt tokens over COMMON_TOKENS, the smallest first, each with its size: those for
+    the start, and the others."""
     widest, longest = min(widest, vocab_size), longest - LEVELS
     most = most_tokens(limits, longest)
-    for tokens in prompt_rungs(most):
+    rungs = prompt_rungs(most)
+    first: list[tuple[Size, list[Search]]] = []
+    later: list[tuple[Size, list[Search]]] = []
+    for tokens in rungs:
         searches = wave(1, widest, min(tokens, most), vocab_size, longest=longest)
         if tokens > COMMON_TOKENS and may_run(searches, limits):
-            yield (request_rung(len(searches)), tokens, 0), searches
+            size = request_rung(len(searches)), tokens, 0
+            (first if at_start(tokens, rungs[-1]) else later).append((size, searches))
+    return first, later
 
 
 def reusing(
@@ -133,7 +145,7 @@ def reusing(
         most = min(most_tokens(limits, longest), limits.requests * own)
         rungs = prompt_rungs(most)
         for tokens in rungs:
-            if not every and tokens > COMMON_TOKENS and tokens % LARGE_STEP and tokens < rungs[-1]:
+            if not (every or at_start(tokens, rungs[-1])):
                 continue
             full, rest = divmod(min(tokens, most), own)
             parts = [own] * full + [rest] * (rest > 0)

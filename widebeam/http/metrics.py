@@ -47,6 +47,11 @@ _COUNTERS = {
     "prefix_transfer_bytes": ("prefix_transfer_bytes", "direction", "Bytes of pages copied"),
     "prefix_transfer_seconds": ("prefix_transfer_seconds", "direction", "Time of these copies"),
     "late_graphs": ("late_graphs", None, "Graphs captured after warm-up, for sizes that it did not meet"),
+    "ungraphed_prompts": (
+        "ungraphed_prompts",
+        None,
+        "Groups of prompts launched kernel by kernel, as no graph is for so many tokens",
+    ),
 }
 """Metric: field of the engine's statistics, what its keys are if it is a table, and the help text."""
 _GAUGES = {
