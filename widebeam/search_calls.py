@@ -91,7 +91,8 @@ class SearchCalls:
     ) -> PrefillResponse:
         """Have the prompt of a `recommend` computed before it is sent: with the same history, catalog and salt.
 
-        `ttl_s` says in how many seconds it will be sent at the latest. Needs a server with a prefix cache.
+        Or that of a `generate` or `chat` that names the same catalog or "none", in any form but `history`. `ttl_s` says
+        in how many seconds it will be sent at the latest. Needs a server with a prefix cache.
         """
         body = {
             "history": history,
