@@ -178,7 +178,7 @@ class ErrorInfo(msgspec.Struct, kw_only=True):
     request_id: str = ""
     retryable: bool = False
     retry_after_s: float | UnsetType = UNSET
-    """What Retry-After says in whole seconds, where the server knows."""
+    """What Retry-After rounds up, where the server knows."""
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
