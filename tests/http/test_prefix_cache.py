@@ -18,6 +18,7 @@ from tests.http.test_metrics import Growth
 from widebeam import AsyncClient, Client
 from widebeam.errors import InvalidRequest
 from widebeam.http.protocol import PrefillResponse
+from widebeam.http.sglang import GenerateResponse
 
 PAGE = 4
 IDS = [*range(7, 30)]
@@ -358,7 +359,8 @@ async def test_the_client_prefills(cached: Service) -> None:
         assert second.cached_tokens == found.usage.prompt_tokens_details.cached_tokens == first.cacheable_tokens > 0
         text = await client.prefill(input_ids=IDS, catalog="none")
         again = await client.generate(input_ids=IDS, catalog="none", sampling_params={"max_new_tokens": 4})
-        assert told(again) == text.cacheable_tokens == CACHED
+        assert isinstance(again, GenerateResponse)
+        assert again.meta_info.cached_tokens == text.cacheable_tokens == CACHED
         with pytest.raises(InvalidRequest):
             await client.prefill(history=[], prompt="a")
 
