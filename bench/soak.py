@@ -68,8 +68,9 @@ class Soak:
         sent = time.perf_counter()
         answer = await client.generate(input_ids=prompt, sampling_params=params, **options)
         self.latencies.append((time.perf_counter() - sent) * 1e3)
-        sequences = {tuple(beam["output_ids"]) for beam in answer["meta_info"]["beam_results"]}
-        assert len(sequences) == len(answer["meta_info"]["beam_results"]), "the same beam came twice"
+        assert not isinstance(answer, list)
+        sequences = {tuple(beam.output_ids) for beam in answer.beams}
+        assert len(sequences) == len(answer.beams), "the same beam came twice"
         if free:
             assert len(sequences) == width, f"{len(sequences)} distinct beams of {width}"
             assert all(len(sequence) == tokens for sequence in sequences)

@@ -9,11 +9,30 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+import msgspec
 from aiohttp import web
+
+from widebeam.http.sglang import GenerateResponse, RequestMeta
+
+ANSWER = GenerateResponse(
+    text="ok",
+    output_ids=[7],
+    meta_info=RequestMeta(
+        finish_reason={"type": "length", "length": 1},
+        id="a",
+        prompt_tokens=1,
+        completion_tokens=1,
+        cached_tokens=0,
+        e2e_latency=0.5,
+        response_sent_to_client_ts=0.5,
+        normalizer="vocab",
+    ),
+)
+"""Of /generate."""
 
 
 class Peer:
-    """Answers with a script: (status, headers, body) for each request in turn, then 200."""
+    """Answers with a script: (status, headers, body) for each request in turn, then ANSWER."""
 
     def __init__(self) -> None:
         self.script: list[tuple[int, dict[str, str], Any]] = []
@@ -26,7 +45,7 @@ class Peer:
         self.bodies.append(await request.json())
         self.headers.append(request.headers)
         self.connections.add(request.transport)
-        status, headers, body = self.script.pop(0) if self.script else (200, {}, {"text": "ok"})
+        status, headers, body = self.script.pop(0) if self.script else (200, {}, msgspec.to_builtins(ANSWER))
         return web.json_response(body, status=status, headers=headers)
 
 
@@ -71,7 +90,8 @@ def after(text: bytes, then: Reaction) -> Reaction:
     return react
 
 
-GOOD = after(b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"text":"ok"}', close)
+_BODY = msgspec.json.encode(ANSWER)
+GOOD = after(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY), close)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from widebeam import AsyncClient, Client, errors
 from widebeam.config import Config
 from widebeam.http.openai import ChatResponse
 from widebeam.http.protocol import RecommendResponse
+from widebeam.http.sglang import GenerateResponse
 from widebeam.policies import PolicySpec
 from widebeam.settings import parse
 
@@ -94,11 +96,33 @@ def test_every_option_reaches_the_server(client: Client) -> None:
     assert client.recommend(messages=[{"role": "user", "content": "a"}], n=1, beam_width=4).items
 
 
-def test_generate_is_the_raw_form(client: Client) -> None:
-    found = client.generate("watched a", sampling_params={"beam_width": 4, "n": 2})
-    assert len(found["meta_info"]["beam_results"]) == 2
+def test_generate_is_typed(service: Service, client: Client) -> None:
+    """And loses nothing of what a server answers."""
+    params = {"beam_width": 4, "n": 2}
+    wanted = {"return_logprob": True, "top_logprobs_num": 20, "return_text_in_logprobs": True,
+              "return_beam_details": True, "return_prompt_token_ids": True}  # fmt: skip
+    found = client.generate("watched a", sampling_params=params, **wanted, rid="g-1")
+    assert isinstance(found, GenerateResponse)
+    raw = service.post("/generate", {"text": "watched a", "sampling_params": params, **wanted}).json
+    plain, beams = msgspec.to_builtins(found), raw["meta_info"]["beam_results"]
+    assert found.meta_info.id == "g-1"
+    assert plain.pop("meta_info").keys() == raw.pop("meta_info").keys()  # whose times differ
+    assert plain == raw
+    assert [beam.output_ids for beam in found.beams] == [beam["output_ids"] for beam in beams]
+    assert [beam.meta_info.items for beam in found.beams] == [beam["meta_info"]["items"] for beam in beams]
+    assert [beam.meta_info.sequence_score for beam in found.beams] == pytest.approx(
+        [beam["meta_info"]["sequence_score"] for beam in beams], abs=1e-5
+    )
+    assert msgspec.to_builtins(found.beams[1]).keys() == beams[1].keys()
+
+
+def test_generate_lists_what_comes_in_lists(client: Client) -> None:
     batch = client.generate(input_ids=[[7], [8]], sampling_params={"n": 2}, return_logprob=True)
-    assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in batch] == [3, 3]
+    assert isinstance(batch, list)
+    assert [answer.meta_info.output_token_logprobs_length for answer in batch] == [3, 3]
+    texts = client.generate(input_ids=[7], catalog="none", sampling_params={"n": 3, "max_new_tokens": 2})
+    assert isinstance(texts, list)
+    assert [(len(text.output_ids), text.beams) for text in texts] == [(2, [])] * 3
 
 
 def test_chat_is_typed(service: Service, client: Client) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faulty import GOOD, after, close, reacting
+from tests.faulty import ANSWER, GOOD, after, close, reacting
 from widebeam import AsyncClient, errors, session_key
 
 SECRET = "0123456789abcdef"
@@ -54,7 +54,7 @@ async def test_every_call_sends_the_session_once_if_it_has_one(call: str) -> Non
 
 async def test_each_try_sends_it() -> None:
     async with reacting(close, GOOD) as (url, requests), AsyncClient(url) as client:
-        assert await client.generate("a", session_id="s") == {"text": "ok"}
+        assert await client.generate("a", session_id="s") == ANSWER
     assert [sent(request) for request in requests] == [["s"], ["s"]]
 
 

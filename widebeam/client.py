@@ -30,9 +30,9 @@ class AsyncClient(SearchCalls, CatalogCalls):
 
     `timeout` bounds each call in seconds, retries included; the server is told what remains of it. A call is repeated
     up to `max_retries` times when no connection could be made, it broke before an answer began, or the answer is 408,
-    429, 502 or 503; after a random pause that is never shorter than the server's Retry-After, and in the long run for
-    one call in ten. Repeating is safe: a search changes nothing on the server, and what does is never repeated.
-    Cancelling a call ends its search.
+    429, 502 or 503; after a random pause that is never shorter than the server's `retry_after_s`, else Retry-After,
+    and in the long run for one call in ten. Repeating is safe: a search changes nothing on the server, and what does is
+    never repeated. Cancelling a call ends its search.
 
     `session_id` of a call keeps a user's requests on one of several servers; make it by `session_key`, never send the
     user's own id. `api_key` is sent as a bearer token; None: the environment's WIDEBEAM_API_KEY, if it is set.

@@ -10,6 +10,7 @@ from widebeam.engine.request import Normalizer
 from widebeam.errors import InvalidRequest
 from widebeam.http.openai import ChatResponse, CompletionResponse
 from widebeam.http.protocol import MAX_TIMEOUT_MS, PrefillResponse, RecommendResponse
+from widebeam.http.sglang import GenerateResponse
 from widebeam.policies import PolicySpec
 from widebeam.sessions import session_headers
 from widebeam.transport import Transport, encode
@@ -91,7 +92,8 @@ class SearchCalls:
     ) -> PrefillResponse:
         """Have the prompt of a `recommend` computed before it is sent: with the same history, catalog and salt.
 
-        `ttl_s` says in how many seconds it will be sent at the latest. Needs a server with a prefix cache.
+        Or that of a `generate` or `chat` that names the same catalog or "none", in any form but `history`. `ttl_s` says
+        in how many seconds it will be sent at the latest. Needs a server with a prefix cache.
         """
         body = {
             "history": history,
@@ -116,13 +118,15 @@ class SearchCalls:
         session_id: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 (a whole call with its retries, not one await)
         **fields: Any,
-    ) -> Any:
-        """SGLang's /generate: its answer as a plain dict, or a list of them for a list of prompts.
+    ) -> GenerateResponse | list[GenerateResponse]:
+        """SGLang's /generate: one answer, or a list of them for a list of prompts or several texts of one.
 
-        `fields` are further top-level keys of the body, such as `return_logprob` or `catalog`.
+        `msgspec.to_builtins` makes SGLang's dict of an answer. `fields` are further top-level keys of the body, such as
+        `return_logprob` or `catalog`.
         """
         body = {"text": text, "input_ids": input_ids, "sampling_params": sampling_params, **fields}
-        return await self._search("/generate", Any, body, timeout, session_id)
+        kind = GenerateResponse | list[GenerateResponse]
+        return await self._search("/generate", kind, body, timeout, session_id)
 
     async def chat(
         self,

@@ -18,6 +18,7 @@ from tests.http.test_metrics import Growth
 from widebeam import AsyncClient, Client
 from widebeam.errors import InvalidRequest
 from widebeam.http.protocol import PrefillResponse
+from widebeam.http.sglang import GenerateResponse
 
 PAGE = 4
 IDS = [*range(7, 30)]
@@ -239,6 +240,53 @@ def test_a_prefilled_prompt_is_the_one_that_comes(
     assert len(found["items"]) == 3 and len(found["warnings"]) == (2 if "item-999" in form.get("history", []) else 0)
 
 
+@pytest.fixture(scope="module")
+def bare(checkpoint: Path) -> Iterator[Service]:
+    """Without a catalog."""
+    with running_service(checkpoint, None, **SETTINGS) as service:
+        yield service
+        service.check()
+
+
+TURNS = [{"role": "user", "content": "watched <a_1> <b_2> a b a"}]
+TEXTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (GENERATE, {"input_ids": IDS}, {"input_ids": IDS}),
+    (GENERATE, {"prompt": "watched <a_1> <b_2> <c_3> next"}, {"text": "watched <a_1> <b_2> <c_3> next"}),
+    (CHAT, {"messages": TURNS}, {"messages": TURNS}),
+]
+
+
+@pytest.mark.parametrize(("route", "form", "body"), TEXTS, ids=["input_ids", "prompt", "messages"])
+@pytest.mark.parametrize(
+    ("server", "named"),
+    [("bare", {}), ("bare", {"catalog": "none"}), ("shared_marked", {"catalog": "none"})],
+    ids=["no-catalog", "none", "none-of-one"],
+)
+def test_the_prompt_of_a_text_is_prefilled_without_a_catalog(
+    request: pytest.FixtureRequest,
+    server: str,
+    named: dict[str, str],
+    route: str,
+    form: dict[str, Any],
+    body: dict[str, Any],
+) -> None:
+    service: Service = request.getfixturevalue(server)
+    service.thread.run(service.engine.flush_prefixes())
+    ahead = service.post(PREFILL, form | named)
+    assert ahead.status == 200, ahead.content
+    long = {"sampling_params": {"max_new_tokens": 4}} if route == GENERATE else {"max_completion_tokens": 4}
+    found = service.post(route, body | named | long).json
+    tokens = found["usage" if route == CHAT else "meta_info"]["prompt_tokens"]
+    assert ahead.json["prompt_tokens"] == tokens  # no begin marker
+    assert told(found) == ahead.json["cacheable_tokens"] == (tokens - 1) // PAGE * PAGE > 0
+
+
+def test_a_history_needs_a_catalog(bare: Service) -> None:
+    for named in ({}, {"catalog": "none"}):
+        answer = bare.post(PREFILL, {"history": ["item-1"]} | named)
+        assert (answer.status, answer.json["error"]["code"]) == (400, "no_catalog")
+
+
 def test_a_prefill_is_for_its_tenant(closed: Service) -> None:
     body = {"history": HISTORY[:8]}
     prefilled = closed.post(PREFILL, body | {"cache_salt": "a"}, bearer(USER)).json
@@ -274,7 +322,8 @@ def test_a_hint_holds_for_its_time(cached: Service) -> None:
         ({"input_ids": [7], "ttl_s": 3601}, "ttl_s"),
         ({"input_ids": [7], "ttl_s": "1"}, "ttl_s"),
         ({"input_ids": [7], "cache_salt": ""}, "cache_salt"),
-        ({"input_ids": [7], "catalog": "none"}, "catalog"),
+        ({"history": ["item-1"], "catalog": "none"}, "catalog"),
+        ({"input_ids": [7], "catalog": "none", "min_catalog_version": 1}, "min_catalog_version"),
         ({"input_ids": [7], "n": 3}, "n"),
     ],
 )
@@ -308,6 +357,10 @@ async def test_the_client_prefills(cached: Service) -> None:
         second = await client.prefill(history=HISTORY[:9], cache_salt="a", priority=-5)
         found = await client.recommend(history=HISTORY[:9], cache_salt="a", n=2)
         assert second.cached_tokens == found.usage.prompt_tokens_details.cached_tokens == first.cacheable_tokens > 0
+        text = await client.prefill(input_ids=IDS, catalog="none")
+        again = await client.generate(input_ids=IDS, catalog="none", sampling_params={"max_new_tokens": 4})
+        assert isinstance(again, GenerateResponse)
+        assert again.meta_info.cached_tokens == text.cacheable_tokens == CACHED
         with pytest.raises(InvalidRequest):
             await client.prefill(history=[], prompt="a")
 

@@ -127,41 +127,72 @@ def test_while_others_notice_that_it_goes_work_is_accepted(start: Callable[..., 
     assert server.popen.wait(30) == 128 + signal.SIGTERM
 
 
-HANGING = """
-import sys, threading
+FAULTY = """
+import os, sys, threading, time
+import torch
 from widebeam.cli import main
 from widebeam.engine import watchdog
 from widebeam.engine.runtime import Runtime
 
 launch = Runtime.launch
 
-def hanging(runtime, jobs, *rest):
+def hanging():
+    threading.Event().wait()
+
+def breaking():
+    while not os.path.exists(GO):
+        time.sleep(0.01)
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+def faulty(runtime, jobs, *rest):
     if any(job.search.request_id == "poison" for job in jobs):
-        threading.Event().wait()
+        FAULT()
     return launch(runtime, jobs, *rest)
 
-Runtime.launch = hanging
+Runtime.launch = faulty
 watchdog.LAUNCH_FACTOR = 1
 main(["serve", *sys.argv[1:]])
 """
 
 
-def test_a_gpu_that_hangs_for_ever_ends_the_process(start: Callable[..., Process]) -> None:
-    """Everybody is answered, the stacks say where it hangs, and the thread that hangs keeps nothing alive."""
-    server = start("--port", "0", "--hang-timeout-s", "3", serve=(sys.executable, "-c", HANGING)).ready()
+@pytest.mark.parametrize(
+    ("fault", "limit_s", "told"),
+    [
+        ("hanging", "3", "a launch has not answered for"),
+        ("breaking", "600", "AcceleratorError: CUDA error: an illegal memory access"),
+    ],
+)
+def test_a_gpu_that_hangs_for_ever_or_breaks_ends_the_process(
+    start: Callable[..., Process], tmp_path: Path, fault: str, limit_s: str, told: str
+) -> None:
+    """Everybody is answered, the stacks say what every thread does, and a thread that hangs keeps nothing alive."""
+    go = tmp_path / "go"
+    script = FAULTY.replace("FAULT", fault).replace("GO", repr(str(go)))
+    server = start("--port", "0", "--hang-timeout-s", limit_s, serve=(sys.executable, "-c", script)).ready()
     answer = server.post("/v1/recommend", GOOD)
     assert answer is not None and answer.status == 200
     with ThreadPoolExecutor(8) as pool:
         poisoned = pool.submit(server.post, "/v1/recommend", GOOD | {"request_id": "poison"})
         wait_until(lambda: server.in_flight() == 1)
         asked = [pool.submit(server.post, "/v1/recommend", GOOD) for _ in range(7)]
+        if fault == "breaking":
+            wait_until(lambda: server.in_flight() == 8)
+            go.touch()
         for one in (poisoned, *asked):
             answer = one.result(30)
             assert_refused(answer)
             assert answer is not None and answer.json["error"]["code"] == "engine_dead"
         assert server.popen.wait(30) == BROKEN
     log = server.log.read_text()
-    assert "stacks follow" in log and "Thread 0x" in log and "in hanging" in log
+    assert told in log and f"in {fault}" in log
+    assert stacks_in(log) == 1
+
+
+def stacks_in(log: str) -> int:
+    """How often those of all threads were written."""
+    _, said, stacks = log.partition("stacks of all threads follow")
+    assert said and "\nThread 0x" in stacks
+    return stacks.count("\nCurrent thread 0x")
 
 
 DIVIDED = ("--port", "0", "--tensor-parallel-size", "2", "--hang-timeout-s", "20", "--default-beam-width", "16")
@@ -207,7 +238,9 @@ def test_a_divided_model_answers_and_ends_with_a_rank(
         assert answer is not None and answer.status in (200, 503)
         assert server.popen.wait(30) == BROKEN
     check(load)
-    assert "rank 1 of the model has ended with status -9" in server.log.read_text()
+    log = server.log.read_text()
+    assert "rank 1 of the model has ended with status -9" in log
+    assert stacks_in(log) == 1
 
 
 def test_a_lost_leader_ends_the_other_ranks(start: Callable[..., Process]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,9 +24,11 @@ import torch
 
 from tests.http.service import Service, running_service, until, wait_until
 from widebeam.config import Config, EngineConfig, ServerConfig
+from widebeam.engine import budgets
 from widebeam.engine import engine as engine_module
 from widebeam.engine import job as job_module
 from widebeam.errors import CheckpointError, ConfigError
+from widebeam.http import failures
 from widebeam.http.server import BROKEN, Server, serve
 
 GOOD = {"input_ids": [7, 11, 30], "n": 2}
@@ -114,6 +118,31 @@ def test_twice_what_the_budgets_allow(checkpoint: Path, catalog_file: Path) -> N
             assert [i["score"] for i in answer.json["items"]] == pytest.approx([i["score"] for i in expected], abs=1e-4)
         assert all(service.post(route, {"input_ids": [7]}).status == 200 for route in routes)
         service.check()
+
+
+@pytest.mark.parametrize("wait_s", [0.05, 4.0])
+def test_who_is_refused_together_comes_back_in_different_seconds(
+    checkpoint: Path, catalog_file: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    """Also who looks at the header alone: in the first second that is of use to it, or in the next."""
+    monkeypatch.setattr(budgets, "FIRST_WAIT_S", wait_s)
+    monkeypatch.setattr(failures, "random", random.Random(5))
+    with (
+        running_service(checkpoint, catalog_file, max_waiting_requests=1) as service,
+        ThreadPoolExecutor(1) as pool,
+        service.held(),
+    ):
+        accepted = pool.submit(service.post, "/v1/recommend", GOOD)
+        wait_until(lambda: service.engine.stats().requests_in_flight == 1)
+        late: Counter[int] = Counter()
+        for _ in range(100):
+            refused = service.post("/v1/recommend", GOOD)
+            assert refused.status == 429
+            told, exact = int(refused.headers["retry-after"]), refused.json["error"]["retry_after_s"]
+            assert abs(exact / wait_s - 1) <= budgets.JITTER + 0.01
+            late[told - max(1, math.ceil(exact))] += 1
+        assert set(late) == {0, 1} and 35 <= late[1] <= 65
+    assert accepted.result().status == 200
 
 
 def test_a_higher_priority_goes_first_in_every_dialect(checkpoint: Path, catalog_file: Path) -> None:

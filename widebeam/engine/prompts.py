@@ -28,14 +28,15 @@ class Prompts:
 
     async def make(
         self,
-        catalog: Catalog,
+        catalog: Catalog | None,
         max_tokens: int,
         history: Seq[int | str] | None,
         prompt: str | None,
         messages: list[dict[str, Any]] | None,
         input_ids: Seq[int] | None,
     ) -> HistoryPrompt:
-        """The prompt, which is given in one of four forms. A history is cut to `max_tokens`. Raises InvalidRequest."""
+        """The prompt, which is given in one of four forms. A history, which needs a catalog, is cut to `max_tokens`.
+        Raises InvalidRequest."""
         given = {"history": history, "prompt": prompt, "messages": messages, "input_ids": input_ids}
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:
@@ -46,6 +47,7 @@ class Prompts:
         if history is not None:
             if isinstance(history, str) or not isinstance(history, Iterable):  # a text would be read letter by letter
                 raise InvalidRequest(f"history: expected a list of ids, got {type(history).__name__}", param="history")
+            assert catalog is not None
             return await self.render_history(catalog, history, max_tokens)
         if prompt is not None:
             token_ids = await self.encode(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -78,7 +79,8 @@ class Recommending:
     ) -> Prefilled:
         """Compute the prompt that `recommend` makes of the same, for the prefix cache. Raises RequestError.
 
-        `ttl_s`: seconds within which that is likely to be asked for. The others are as in SearchParams.
+        Without a catalog, or with "none", it is the prompt as it is given, which a history cannot be. `ttl_s`: seconds
+        within which that is likely to be asked for. The others are as in SearchParams.
         """
         engine = cast("Engine", self)
         engine._check_ready()
@@ -86,7 +88,8 @@ class Recommending:
             raise InvalidRequest(
                 "there is no prefix cache to fill: start with --prefix-cache on", code="no_prefix_cache"
             )
-        offered = _current(engine, catalog, min_catalog_version)
+        chosen = engine.catalogs.get if history is None else functools.partial(_current, engine)
+        offered = chosen(catalog, min_catalog_version)
         made = await engine._prompts.make(offered, _room(engine, offered), history, prompt, messages, input_ids)
         token_ids = opened_prompt(made.token_ids, offered, engine._limits)
         params = SearchParams(  # one token, which nobody sees, is the least that follows a prompt
@@ -127,8 +130,10 @@ def _current(engine: Engine, name: str | None, min_version: int | None) -> Catal
     return catalog
 
 
-def _room(engine: Engine, catalog: Catalog) -> int:
+def _room(engine: Engine, catalog: Catalog | None) -> int:
     """Tokens that a history may have: what the pool holds, and the context beside what is searched behind it."""
+    if catalog is None:
+        return 0
     most = min(engine.max_context_len - catalog.depth, engine._limits.longest_prompt)
     return most - (catalog.markers.begin is not None)
 

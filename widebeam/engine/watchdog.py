@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +73,6 @@ class Watchdog:
             waited = time.monotonic() - busy.since
             if waited > self._limit_s * (LAUNCH_FACTOR if busy.launching else 1):
                 doing = "a launch" if busy.launching else "the device"
-                log.critical("%s has not answered for %.0f s: the engine gives up; stacks follow", doing, waited)
-                faulthandler.dump_traceback(sys.__stderr__ or 2)
+                log.critical("%s has not answered for %.0f s: the engine gives up", doing, waited)
                 self._on_hang()
                 return

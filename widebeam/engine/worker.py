@@ -8,6 +8,7 @@ keeps the device busy, so that as many as possible go together. Whatever happens
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import queue
 import sys
@@ -65,6 +66,8 @@ class Worker:
         self._stopping = threading.Event()
         self._activity = Activity()
         self._hangs = False
+        self._dumped = threading.Lock()
+        """Held for good once the stacks have been written."""
         self.scheduler: Scheduler
         """From when the worker is ready."""
         self.out_of_memory = 0
@@ -98,7 +101,7 @@ class Worker:
     def give_up(self, reason: str = "the GPU does not answer") -> None:
         """The thread or the device hangs, for good: whatever is sent from now on is answered at once."""
         self._hangs = True
-        self._died()
+        self._die()
         self._inbox.end(EngineDead(reason))
 
     def stop(self) -> None:
@@ -133,13 +136,22 @@ class Worker:
         except BaseException:
             log.exception("the GPU thread died")
             end = EngineDead("the GPU thread died")
-            self._died()
+            self._die()
             with contextlib.suppress(RuntimeError):  # a broken device copies no pages any more
                 runtime.prefixes.settle()
         self._inbox.close(end)
         left = [job for jobs in self._flying for job in jobs] + self._cut + self.scheduler.clear()
         if left:
             self._deliver([Outcome(job, end) for job in left])
+
+    def _die(self) -> None:
+        """Nothing is searched any more: say once what every thread does, whatever fails behind. On any thread."""
+        started = hasattr(self, "scheduler")  # a start that fails says why at its end
+        if started and self._dumped.acquire(blocking=False):
+            log.critical("stacks of all threads follow")
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed; who waits is answered all the same
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
+        self._died()
 
     def _on_progress(self, progress: Progress | Exception) -> None:
         """Called on the reader's thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import random
 from collections.abc import Callable
 from typing import Literal
 
@@ -81,13 +82,18 @@ def failure_response(error: RequestError, request: web.Request, dialect: Dialect
     body = _BODIES[dialect](error, request[REQUEST_ID])
     response = json_response(body, status=error.status)
     if error.status in (429, 503):
-        wait_s = error.retry_after_s if error.retry_after_s is not None else _DEFAULT_RETRY_AFTER_S
-        response.headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(wait_s)))
+        response.headers[hdrs.RETRY_AFTER] = str(_whole_seconds(error))
     if isinstance(error, Unauthorized):
         response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         response.headers[hdrs.ALLOW] = error.allowed
     return response
+
+
+def _whole_seconds(error: RequestError) -> int:
+    """The wait rounded up; of a 429, at random, one more: most are so short that all would come back in one second."""
+    wait_s = error.retry_after_s if error.retry_after_s is not None else _DEFAULT_RETRY_AFTER_S
+    return max(1, math.ceil(wait_s)) + (random.randrange(2) if error.status == 429 else 0)
 
 
 def _native(error: RequestError, request_id: str) -> ErrorBody:

@@ -92,7 +92,7 @@ OPERATIONS = {
         "A history in, ranked items out", RecommendResponse, RecommendRequest, _BODY + _SEARCH
     ),
     ("POST", "/v1/prefill"): Operation(
-        "Computes the prompt of a recommendation ahead of it", PrefillResponse, PrefillRequest, _BODY + _SEARCH
+        "Computes the prompt of a request ahead of it", PrefillResponse, PrefillRequest, _BODY + _SEARCH
     ),
     ("POST", "/generate"): _GENERATE,
     ("PUT", "/generate"): _GENERATE,

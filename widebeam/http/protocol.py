@@ -94,15 +94,17 @@ class RecommendRequest(SearchOptions, kw_only=True, forbid_unknown_fields=True):
 
 
 class PrefillRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/prefill: what of the body of a /v1/recommend that is to come makes its prompt, and for whom."""
+    """Body of POST /v1/prefill: what of the body of a request that is to come makes its prompt, and for whom."""
 
     model: ModelName | None = None
     """Not looked at. This server has one model."""
     history: History | None = None
+    """Needs a catalog; the other forms do not."""
     prompt: str | None = None
     messages: Messages | None = None
     input_ids: PromptIds | None = None
     catalog: Name | None = None
+    """None: the default, if there is one. "none": no catalog, as where a text is to come."""
     min_catalog_version: Version | None = None
     cache_salt: CacheSalt | None = None
     ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None = None
@@ -176,7 +178,7 @@ class ErrorInfo(msgspec.Struct, kw_only=True):
     request_id: str = ""
     retryable: bool = False
     retry_after_s: float | UnsetType = UNSET
-    """What Retry-After says in whole seconds, where the server knows."""
+    """What Retry-After rounds up, where the server knows."""
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

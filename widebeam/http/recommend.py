@@ -62,7 +62,7 @@ async def recommend(request: web.Request) -> web.Response:
 
 
 async def prefill(request: web.Request) -> web.Response:
-    """Compute the prompt of a recommendation that is to come; see `PrefillRequest` and `PrefillResponse`."""
+    """Compute the prompt of a request that is to come; see `PrefillRequest` and `PrefillResponse`."""
     engine = working_engine(request)
     body = decode(_PREFILL_DECODER, await read_body(request))
     prompt = _prompt(body)

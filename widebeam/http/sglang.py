@@ -137,3 +137,8 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
     index: int | UnsetType = UNSET
     """Place in the list of answers, in a stream."""
+
+    @property
+    def beams(self) -> list[BeamResult]:
+        """Best first; none of a text."""
+        return self.meta_info.beam_results or []
