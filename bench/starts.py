@@ -4,9 +4,13 @@
 
 For each --warmup, `widebeam serve CHECKPOINT` starts twice, with cache folders of its own (TORCHINDUCTOR_CACHE_DIR and
 TRITON_CACHE_DIR) that are empty at first and then hold what the first start has compiled. Kernels of FlashInfer are
-neither: they are built once on a machine, so run any other benchmark before this one. What was loaded, compiled and
-captured is read from the server's log; on a CPU nothing is compiled. `fallbacks` and `late_graphs` are read from
-/metrics once it is ready.
+neither: the first start on a machine builds them, later ones load them. What was loaded, compiled and captured is read
+from the server's log; on a CPU nothing is compiled. `fallbacks` and `late_graphs` are read from /metrics once it is
+ready.
+
+`ready s` is all of it, Python's imports and the catalogs' files included. `load s` is all that comes on
+the device before the warm-up: attention kernels, weights, rooms, the largest waves and pools. `kernels s` is the part
+of it in which FlashInfer's kernels are built or loaded and run once: `ready s` less it is a start without their build.
 """
 
 from __future__ import annotations
@@ -23,24 +27,27 @@ from typing import IO, Any
 from report import header, save, table
 from servers import counts, machine, running_server, split_flags
 
+KERNELS = re.compile(r"FlashInfer's \w+ kernels are there after ([\d.]+) s")
 LOADED = re.compile(r"loaded in ([\d.]+) s")
 WARMED = re.compile(r"warm-up: (\d+) waves in ([\d.]+) s, Made\(compiled=(\d+), captured=(\d+), skipped=(\d+)\)")
 """One line for any token and one for each catalog; what was made is counted from the start."""
 SHOWN_S = 0.5
 """After which what the server has written is shown."""
 COLUMNS = {
-    "warmup": "warm-up", "caches": "caches", "ready_s": "ready s", "load_s": "load s", "warmup_s": "warm-up s",
-    "waves": "waves", "compiled": "compiled", "captured": "captured", "skipped": "skipped", "fallbacks": "fallbacks",
-    "late_graphs": "late graphs", "cache_mib": "caches MiB",
+    "warmup": "warm-up", "caches": "caches", "ready_s": "ready s", "kernels_s": "kernels s", "load_s": "load s",
+    "warmup_s": "warm-up s", "waves": "waves", "compiled": "compiled", "captured": "captured", "skipped": "skipped",
+    "fallbacks": "fallbacks", "late_graphs": "late graphs", "cache_mib": "caches MiB",
 }  # fmt: skip
 
 
 def said(log: str) -> dict[str, Any]:
-    """What a server's log tells of its start: seconds to load, and to warm up, with what that made. None where it says
-    nothing."""
-    loaded, warmed = LOADED.search(log), [found.groups() for found in WARMED.finditer(log)]
+    """What a server's log tells of its start: seconds to load, those of FlashInfer's kernels among them, and to warm
+    up, with what that made. None where it says nothing."""
+    kernels, loaded = KERNELS.search(log), LOADED.search(log)
+    warmed = [found.groups() for found in WARMED.finditer(log)]
     made = map(int, warmed[-1][2:]) if warmed else (None, None, None)
     return {
+        "kernels_s": float(kernels[1]) if kernels else None,
         "load_s": float(loaded[1]) if loaded else None,
         "waves": sum(int(waves) for waves, *_ in warmed) if warmed else None,
         "warmup_s": sum(float(seconds) for _, seconds, *_ in warmed) if warmed else None,

@@ -40,11 +40,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-async def engine(checkpoint: Path, catalog_file: Path) -> AsyncIterator[Engine]:
-    """Over the tiny model and its catalog; wide enough for beams that hold everything."""
+async def engine(request: pytest.FixtureRequest, checkpoint: Path, catalog_file: Path) -> AsyncIterator[Engine]:
+    """Over the tiny model and its catalog, in float32; wide enough for beams that hold everything. A file that
+    parametrizes it indirectly says on which device.
+
+    On a GPU it runs as served, but uncompiled: FlashInfer has no float32 kernels, and attention in plain PyTorch is in
+    no graph. That compiled functions give what these do, in float32 too, is for test_compiled_level.
+    """
     async with Engine(
-        str(checkpoint), catalog=str(catalog_file), device="cpu", max_wave_rows=512, max_beam_width=256
-    ) as engine:
+        str(checkpoint), catalog=str(catalog_file), device=getattr(request, "param", "cpu"), dtype="float32",
+        max_wave_rows=512, max_beam_width=256, max_total_tokens=20_480, warmup="none",
+    ) as engine:  # fmt: skip
         yield engine
 
 

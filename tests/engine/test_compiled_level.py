@@ -22,7 +22,7 @@ from widebeam.engine import search as search_module
 from widebeam.engine.compile import EAGER, compiled_programs
 from widebeam.engine.core import Programs
 from widebeam.engine.job import Job
-from widebeam.engine.memory import PoolSizes
+from widebeam.engine.pool_sizes import PoolSizes
 from widebeam.engine.runtime import Runtime
 from widebeam.engine.staging import Places
 from widebeam.engine.wave import Search, narrowed

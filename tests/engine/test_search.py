@@ -1,4 +1,4 @@
-"""The whole search, network included, against brute force in float64 over Hugging Face's logits."""
+"""The whole search, network included, against brute force in float64 over Hugging Face's logits, on each device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests import hf
 from tests.oracle import Answer, Found, Prefix, assert_same, beam_search
@@ -15,10 +16,20 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.engine.request import SearchResult
 from widebeam.policies import PolicySpec
 
-EPS = 1e-5
-"""Largest difference of a score, and so of the order, from float64."""
-MARGIN = 2e-5
-"""Cuts closer than this are left out: rounding may take either side."""
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("engine", DEVICES, indirect=True)
+EPS = {"cpu": 1e-5, "cuda": 1e-4}
+"""Largest difference of a score, and so of the order, from float64. Twice that is the closest cut that is looked at:
+rounding may take either side of a closer one."""
+
+
+@pytest.fixture
+def eps(engine: Engine) -> float:
+    """On a GPU only for products that are made in float32, not in TF32, which is torch's default."""
+    device = engine._runtime.device.type
+    assert device == "cpu" or torch.get_float32_matmul_precision() == "highest"
+    assert engine._runtime.dtype == torch.float32
+    return EPS[device]
 
 
 def items_of(catalog: Catalog) -> set[Prefix]:
@@ -54,7 +65,9 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("normalizer", ["vocab", "level", "legal"])
 @pytest.mark.parametrize("widths", [(4, 4, 4), (64, 64, 64), (2, 30, 7), (1, 1, 1)])
-async def test_constrained(engine: Engine, checkpoint: Path, normalizer: Any, widths: tuple[int, ...]) -> None:
+async def test_constrained(
+    engine: Engine, checkpoint: Path, eps: float, normalizer: Any, widths: tuple[int, ...]
+) -> None:
     items = items_of(engine.catalogs.get(None))  # type: ignore[arg-type]
     compared = 0
     for prompt in prompts(sum(widths), 6):
@@ -66,16 +79,18 @@ async def test_constrained(engine: Engine, checkpoint: Path, normalizer: Any, wi
         assert {tuple(s.token_ids) for s in result.sequences} <= items
         for sequence in result.sequences[:20] if normalizer == "vocab" else ():
             forced = hf.rescore(checkpoint, prompt, sequence.token_ids)
-            assert sequence.logprobs == pytest.approx(forced, abs=EPS)
-        if expected.margin > MARGIN:
-            assert_same(found(result), expected.found, EPS)
+            assert sequence.logprobs == pytest.approx(forced, abs=eps)
+        if expected.margin > 2 * eps:
+            assert_same(found(result), expected.found, eps)
             compared += 1
     assert compared >= 4
 
 
 @pytest.mark.parametrize(("width", "levels"), [(1, 12), (5, 6), (40, 3)])
 @pytest.mark.parametrize("stopping", [False, True])
-async def test_unconstrained(engine: Engine, checkpoint: Path, width: int, levels: int, stopping: bool) -> None:
+async def test_unconstrained(
+    engine: Engine, checkpoint: Path, eps: float, width: int, levels: int, stopping: bool
+) -> None:
     compared = 0
     for prompt in prompts(width, 5):
         likely = int(hf.logits(checkpoint, tuple(prompt)).topk(3).indices[-1])
@@ -86,28 +101,28 @@ async def test_unconstrained(engine: Engine, checkpoint: Path, width: int, level
             stop_token_ids=(likely,), ignore_eos=not stopping,
         )  # fmt: skip
         result = await engine.submit(prompt, params)
-        if expected.margin > MARGIN:
-            assert_same(found(result), expected.found, EPS)
+        if expected.margin > 2 * eps:
+            assert_same(found(result), expected.found, eps)
             compared += 1
         for sequence in result.sequences:
             forced = hf.rescore(checkpoint, prompt, sequence.token_ids)
-            assert sequence.logprobs == pytest.approx(forced, abs=EPS)
-            assert sum(sequence.logprobs) == pytest.approx(sequence.cum_logprob, abs=EPS)
-            assert sequence.cum_logprob / len(sequence.token_ids) == pytest.approx(sequence.score, abs=EPS)
+            assert sequence.logprobs == pytest.approx(forced, abs=eps)
+            assert sum(sequence.logprobs) == pytest.approx(sequence.cum_logprob, abs=eps)
+            assert sequence.cum_logprob / len(sequence.token_ids) == pytest.approx(sequence.score, abs=eps)
     assert compared >= 2
 
 
-async def test_as_deep_as_64_levels(engine: Engine, checkpoint: Path) -> None:
+async def test_as_deep_as_64_levels(engine: Engine, checkpoint: Path, eps: float) -> None:
     prompt = prompts(3, 1)[0]
     result = await engine.submit(
         prompt, SearchParams(n=3, beam_width=3, max_new_tokens=64, catalog="none", ignore_eos=True)
     )
     expected = oracle(checkpoint, prompt, (3,) * 64, 3)
-    assert expected.margin > MARGIN
-    assert_same(found(result), expected.found, 64 * EPS)
+    assert expected.margin > 2 * eps
+    assert_same(found(result), expected.found, 64 * eps)
 
 
-async def test_length_penalty(engine: Engine, checkpoint: Path) -> None:
+async def test_length_penalty(engine: Engine, checkpoint: Path, eps: float) -> None:
     prompt = prompts(11, 1)[0]
     stops = frozenset(hf.logits(checkpoint, tuple(prompt)).topk(2).indices.tolist()) | {2}
     for penalty in (0.0, 0.7, 2.0):
@@ -117,8 +132,8 @@ async def test_length_penalty(engine: Engine, checkpoint: Path) -> None:
         params = SearchParams(
             n=6, beam_width=6, max_new_tokens=4, catalog="none", length_penalty=penalty, stop_token_ids=tuple(stops)
         )
-        assert expected.margin > MARGIN
-        assert_same(found(await engine.submit(prompt, params)), expected.found, EPS)
+        assert expected.margin > 2 * eps
+        assert_same(found(await engine.submit(prompt, params)), expected.found, eps)
 
 
 async def test_fewer_items_than_beams(engine: Engine) -> None:
@@ -132,7 +147,7 @@ async def test_fewer_items_than_beams(engine: Engine) -> None:
 
 
 async def test_searches_of_every_kind_at_once_give_what_they_give_alone(
-    engine: Engine, checkpoint: Path, tmp_path: Path
+    engine: Engine, eps: float, tmp_path: Path
 ) -> None:
     """Lengths, widths, depths, normalisers and catalogs mixed; scores to 1e-4, sequences equal."""
     import asyncio
@@ -158,7 +173,7 @@ async def test_searches_of_every_kind_at_once_give_what_they_give_alone(
     assert engine.stats().waves - before < len(work), "nothing shared a wave"
     for one, many in zip(alone, together, strict=True):
         assert [s.token_ids for s in one.sequences] == [s.token_ids for s in many.sequences]
-        assert [s.score for s in one.sequences] == pytest.approx([s.score for s in many.sequences], abs=EPS)
+        assert [s.score for s in one.sequences] == pytest.approx([s.score for s in many.sequences], abs=eps)
 
 
 async def test_the_same_search_again_is_bit_identical(engine: Engine) -> None:

@@ -14,7 +14,7 @@ from tests.engine.warm_waves import make_large, make_runtime, make_search
 from widebeam.constraints.catalog import Catalog
 from widebeam.engine.job import Job
 from widebeam.engine.leases import acquire
-from widebeam.engine.memory import least_sizes
+from widebeam.engine.pool_sizes import least_sizes
 from widebeam.kv.prefix import Prefix
 from widebeam.model.attention import Plans
 from widebeam.model.reference import TorchBackend

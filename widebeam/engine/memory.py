@@ -16,8 +16,8 @@ import torch
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.arena import CatalogArena, MaskPool
-from widebeam.engine.pool_sizes import PoolSizes, least_sizes
-from widebeam.engine.startup import Ground
+from widebeam.engine.needs import Needs
+from widebeam.engine.pool_sizes import PoolSizes
 from widebeam.errors import ConfigError
 from widebeam.kv.copies import PageCopies
 from widebeam.model.config import ModelConfig
@@ -25,49 +25,24 @@ from widebeam.model.config import ModelConfig
 log = logging.getLogger(__name__)
 
 
-def measured_sizes(
-    config: EngineConfig,
-    model: ModelConfig,
-    max_context_len: int,
-    ground: Ground,
-    largest_waves: Callable[[PoolSizes], None],
-    graphs: bool,
-) -> PoolSizes:
+def measured_sizes(needs: Needs, largest_waves: Callable[[PoolSizes], None], graphs: bool) -> PoolSizes:
     """Run `largest_waves` on the least pools, then give the context pool what memory is left. Raises ConfigError.
 
     With `graphs` the work space counts twice: what they captured is theirs alone.
     """
-    least, device = least_sizes(config, max_context_len), ground.device
-    page_bytes = model.kv_elements_per_token * ground.kv_dtype.itemsize * config.page_size
-    beam_bytes = model.kv_elements_per_token * ground.dtype.itemsize * least.beam_slots
+    config, device, least = needs.config, needs.device, needs.least
+    page_bytes, beam_bytes = needs.page_bytes, needs.beam_bytes
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)
-    try:
-        largest_waves(least)
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            "the largest wave does not fit beside the weights: lower --max-wave-tokens, --max-wave-rows, "
-            "--max-beam-width, --max-context-len or --beam-kv-tokens"
-        ) from None
+    largest_waves(least)
     work_bytes = torch.cuda.max_memory_allocated(device) - base - least.context_pages * page_bytes - beam_bytes
     work_bytes *= 2 if graphs else 1
     gc.collect()
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    free, _ = torch.cuda.mem_get_info(device)
-    in_use_by_others = total - free - torch.cuda.memory_reserved(device)
-    budget = int(total * config.gpu_memory_utilization) - in_use_by_others - base - beam_bytes - work_bytes
-    pages = budget // page_bytes
-    if config.max_total_tokens is not None:
-        pages = min(pages, least.context_pages)
-    if pages < least.context_pages:
-        short = (least.context_pages - pages) * page_bytes / 2**30
-        raise ConfigError(
-            f"{short:.1f} GiB of GPU memory are missing for a KV pool of {least.context_pages * config.page_size} "
-            f"tokens: raise --gpu-memory-utilization, or lower --max-context-len, --max-wave-tokens, --beam-kv-tokens "
-            f"or --catalog-memory-gib"
-        )
+    left = needs.require(base - needs.before + work_bytes + beam_bytes + least.context_pages * page_bytes)
+    pages = least.context_pages + (left // page_bytes if config.max_total_tokens is None else 0)
+    needs.context_pages = pages
     log.info(
         "weights, catalogs and filters %.2f GiB, work space %.2f, beams' KV %.2f, context KV %.2f (%d tokens)",
         base / 2**30, work_bytes / 2**30, beam_bytes / 2**30, pages * page_bytes / 2**30, pages * config.page_size,
@@ -76,17 +51,11 @@ def measured_sizes(
 
 
 def make_rooms(config: EngineConfig, device: torch.device) -> tuple[CatalogArena, MaskPool]:
-    """Those of catalogs and masks: taken before the KV pools, which get what is left. Raises ConfigError."""
-    try:
-        return (
-            CatalogArena(int(config.catalog_memory_gib * 2**30), device),
-            MaskPool(int(config.filter_memory_gib * 2**30), device),
-        )
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"the GPU has no room beside the weights for --catalog-memory-gib {config.catalog_memory_gib:g} and "
-            f"--filter-memory-gib {config.filter_memory_gib:g}: lower them"
-        ) from None
+    """Those of catalogs and masks: taken before the KV pools, which get what is left."""
+    return (
+        CatalogArena(int(config.catalog_memory_gib * 2**30), device),
+        MaskPool(int(config.filter_memory_gib * 2**30), device),
+    )
 
 
 def make_host_pages(

@@ -25,14 +25,14 @@ from widebeam.engine.kv_scales import choose_scales
 from widebeam.engine.leader import Leader
 from widebeam.engine.leases import acquire, release
 from widebeam.engine.memory import make_host_pages, make_rooms, measured_sizes
-from widebeam.engine.pool_sizes import PoolSizes, least_sizes
+from widebeam.engine.pool_sizes import PoolSizes
 from widebeam.engine.prefixes import Prefixes
 from widebeam.engine.ranks import Ranks
 from widebeam.engine.request import Normalizer
 from widebeam.engine.scheduler import WaveLimits
 from widebeam.engine.search import ALONE, Between, launch_wave
 from widebeam.engine.shapes import GROUP_TOKENS, request_rung, token_rung
-from widebeam.engine.startup import choose_ground
+from widebeam.engine.startup import Ground, choose_ground
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.errors import ConfigError, OutOfMemory
@@ -71,13 +71,23 @@ class Runtime:
             )
         started = time.perf_counter()
         ground = choose_ground(config, model_config, max_context_len, shard.rank)
-        self.device, self.dtype, self.kv_dtype, fp8, backend, self._fallbacks = ground
+        self.device, self.dtype, self.kv_dtype, self._needs = ground.device, ground.dtype, ground.kv_dtype, ground.needs
+        self._fallbacks = ground.fallbacks
         self.info = ground.info
         """What was chosen, in words."""
         if ranks is not None:
             settings = msgspec.structs.replace(config, model="")  # which may lie elsewhere on another machine
             ranks.agree({"the checkpoint's config": model_config, "settings": settings, "what they can do": self.info})
-        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=fp8, shard=shard)
+        self.prefixes: Prefixes
+        self._captures: Captures | None = None
+        with self._needs.explained():
+            self._load(folder, ground, ranks, started)
+
+    def _load(self, folder: Path, ground: Ground, ranks: Ranks | None, started: float) -> None:
+        """Put everything on the device, and warm up. Raises StartupError."""
+        config, model_config, max_context_len = self.config, self._model_config, self._max_context_len
+        shard, backend = WHOLE if ranks is None else ranks.shard, ground.backend
+        self._model = load_model(folder, model_config, self.dtype, self.device, fp8=ground.fp8, shard=shard)
         if ranks is not None:
             ranks.agree({"the checkpoint's weights": fingerprint(self._model)})
         self._catalogs, self._masks = make_rooms(config, self.device)
@@ -94,17 +104,14 @@ class Runtime:
             rows, requests, config.max_levels, GROUP_TOKENS, model_config.hidden_size, self.dtype, self.device
         )
         if self.device.type == "cuda":
-            sizes = measured_sizes(
-                config, model_config, max_context_len, ground, self._run_largest_waves, graphs=self._compiles
-            )
+            sizes = measured_sizes(self._needs, self._run_largest_waves, graphs=self._compiles)
             sizes = replace(sizes, context_pages=shard.least(sizes.context_pages, self.device))
         else:
-            sizes = least_sizes(config, max_context_len)
+            sizes = self._needs.least
         self.core = self._with_pools(sizes)
         if self._compiles:
             self.core.programs = compiled_programs(self.core, tuned if config.warmup == "full" else graphed)
         log.info("model on %s in %s, loaded in %.1f s", self.device, self.dtype, time.perf_counter() - started)
-        self._captures: Captures | None = None
         if self._compiles and shard.rank == 0:  # the others capture what it runs
             self._captures = Captures(self.core, self.limits, config.warmup, self._run_searches)
             widest, vocab_size = config.max_beam_width, model_config.vocab_size
@@ -147,8 +154,9 @@ class Runtime:
         self.core.masks.check_room(catalog)
         try:
             self.core.catalogs.reserve(catalog)
-        except torch.OutOfMemoryError:
-            raise OutOfMemory(f"the GPU has no room for the codebooks of catalog {catalog.name!r}") from None
+        except torch.OutOfMemoryError as error:
+            why = self._needs.why(error)
+            raise OutOfMemory(f"the GPU has no room for the codebooks of catalog {catalog.name!r}: {why}") from None
         if self._leader is not None:
             self._leader.reserve(self.core, catalog)
 
@@ -174,9 +182,10 @@ class Runtime:
         waves = warmup.catalog_waves(limits, self.config.max_beam_width, vocab_size, catalog, used, policies)
         try:
             self._captures.add(waves)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            why = self._needs.why(error)
             torch.cuda.empty_cache()
-            raise OutOfMemory(f"the GPU has no room for the graphs of catalog {catalog.name!r}") from None
+            raise OutOfMemory(f"the GPU has no room for the graphs of catalog {catalog.name!r}: {why}") from None
 
     @property
     def _warms_up_policies(self) -> bool:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from widebeam.config import EngineConfig
+from widebeam.engine.needs import Needs
 from widebeam.errors import ConfigError
 from widebeam.model.attention import BACKENDS, AttentionBackend
 from widebeam.model.config import ModelConfig
 from widebeam.model.flashinfer import why_not
 from widebeam.model.fp8 import kv_dtype, wants_fp8
 from widebeam.model.parallel import Shard
-from widebeam.model.weights import weight_bytes
 
 log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (7, 5)
@@ -38,6 +38,8 @@ class Ground(NamedTuple):
     backend: AttentionBackend
     fallbacks: int
     """Faster backends that do not run."""
+    needs: Needs
+    """Of the device's memory."""
 
     @property
     def info(self) -> dict[str, str]:
@@ -57,12 +59,15 @@ def choose_ground(config: EngineConfig, model: ModelConfig, max_context_len: int
         torch.cuda.set_device(device)
         spare_cublas_workspace(device)
     dtype = choose_dtype(config.dtype, model.dtype, device)
-    fp8 = wants_fp8(config.quantization, model, dtype, device)
     pages_dtype = kv_dtype(config.kv_cache_dtype, config.attention_backend, model, dtype, device)
-    require_room_for_weights(weight_bytes(model, dtype, fp8=fp8), device, config.gpu_memory_utilization)
+    quantized = "fp8" in (config.quantization, model.quantization)
+    needs = Needs(config, model, max_context_len, device, dtype, pages_dtype, quantized)
     max_pages = -(-max_context_len // config.page_size)
-    backend, fallbacks = make_backend(config, model, max_pages, dtype, device, pages_dtype)
-    return Ground(device, dtype, pages_dtype, fp8, backend, fallbacks)
+    with needs.explained():
+        needs.require()
+        fp8 = wants_fp8(config.quantization, model, dtype, device)
+        backend, fallbacks = make_backend(config, model, max_pages, dtype, device, pages_dtype)
+    return Ground(device, dtype, pages_dtype, fp8, backend, fallbacks, needs)
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
@@ -141,20 +146,6 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
         if dtype == torch.bfloat16 and capability < (8, 0):
             raise ConfigError(f"--dtype bfloat16: {device} is older than Ampere (sm_80); choose --dtype float16")
     return dtype
-
-
-def require_room_for_weights(size: int, device: torch.device, utilization: float) -> None:
-    """Raises ConfigError, before anything is read, if so many bytes do not fit on the GPU."""
-    if device.type != "cuda":
-        return
-    free, total = torch.cuda.mem_get_info(device)
-    room = min(free, int(total * utilization))
-    if size > room:
-        raise ConfigError(
-            f"the weights take {size / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB of {device} may be used: "
-            f"{(size - room) / 2**30:.1f} GiB are missing. Choose another --device, raise --gpu-memory-utilization, or "
-            f"halve the projections by --quantization fp8"
-        )
 
 
 def make_backend(

@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,11 +85,14 @@ class FlashInferBackend:
         )
         self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = itertools.count()
+        started = time.perf_counter()
         kernels = ["fa3", "fa2"] if torch.cuda.get_device_capability(device)[0] == 9 else ["fa2"]
         self.fallbacks = 0
         for self.kernel in kernels:
             try:
                 self._try()
+                seconds = time.perf_counter() - started  # with those that failed before
+                log.info("FlashInfer's %s kernels are there after %.1f s", self.kernel, seconds)
                 return
             except torch.OutOfMemoryError:
                 raise

@@ -119,6 +119,8 @@ def _trial(product: Product, device: torch.device) -> str | None:
         for T in ROWS:
             try:
                 scaled_linear(torch.empty(T, H, dtype=FP8), torch.ones(T, 1), weight_NH, scale_1N, bias, torch.bfloat16)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 return f"{product.name} ({N} x {H}) does not run on {T} rows with torch {torch.__version__}: {reason}"
