@@ -113,3 +113,14 @@ def test_settings_that_make_no_sense(checkpoint: Path, fields: dict[str, Any], m
     with pytest.raises(ConfigError, match="--prefix-cache-host-gib") as caught:
         make_runtime(checkpoint, **(HOST | fields))
     assert message in str(caught.value)
+
+
+def test_memory_that_cannot_be_pinned_is_not_the_devices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are told as `out of memory` by CUDA."""
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nand more")
+
+    monkeypatch.setattr("widebeam.engine.memory.PageCopies", refused)
+    with pytest.raises(ConfigError, match="--prefix-cache-host-gib 0.01: .* CUDA error: out of memory$"):
+        make_runtime(checkpoint, **HOST)

@@ -81,7 +81,14 @@ def make_host_pages(
             f"--prefix-cache-host-gib {gib:g} must be from {page_bytes / 2**30:.3g}, for a page of --page-size "
             f"{config.page_size} tokens, to {memory / 2**30:.4g}, all that the host has"
         )
-    copies = PageCopies(model.num_layers, layer_bytes, num_pages, device, config.check_host_pages)
+    try:
+        copies = PageCopies(model.num_layers, layer_bytes, num_pages, device, config.check_host_pages)
+    except torch.OutOfMemoryError:  # of the device
+        raise
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--prefix-cache-host-gib {gib:g}: the host's memory could not be pinned, lower it: {str(error).splitlines()[0]}"
+        ) from None
     log.info(
         "%.2f GiB of the host's memory hold %d tokens, which come back at %.1f GB/s",
         num_pages * page_bytes / 2**30, num_pages * config.page_size, copies.bytes_per_s / 1e9,
