@@ -122,5 +122,5 @@ def test_memory_that_cannot_be_pinned_is_not_the_devices(checkpoint: Path, monke
         raise RuntimeError("CUDA error: out of memory\nand more")
 
     monkeypatch.setattr("widebeam.engine.memory.PageCopies", refused)
-    with pytest.raises(ConfigError, match="--prefix-cache-host-gib 0.01: .* CUDA error: out of memory$"):
+    with pytest.raises(ConfigError, match=r"--prefix-cache-host-gib 0.01: .* CUDA error: out of memory$"):
         make_runtime(checkpoint, **HOST)

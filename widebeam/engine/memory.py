@@ -86,9 +86,8 @@ def make_host_pages(
     except torch.OutOfMemoryError:  # of the device
         raise
     except RuntimeError as error:
-        raise ConfigError(
-            f"--prefix-cache-host-gib {gib:g}: the host's memory could not be pinned, lower it: {str(error).splitlines()[0]}"
-        ) from None
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"--prefix-cache-host-gib {gib:g}: so much cannot be pinned, lower it: {why}") from None
     log.info(
         "%.2f GiB of the host's memory hold %d tokens, which come back at %.1f GB/s",
         num_pages * page_bytes / 2**30, num_pages * config.page_size, copies.bytes_per_s / 1e9,
