@@ -65,7 +65,7 @@ from loadgen import (
 from loadreport import Level, markdown, plot
 from peers import DIALECTS
 from report import header, save
-from servers import machine, running_server, split_flags
+from servers import machine, quiet, running_server, split_flags
 
 CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
 TRACE_WARM_UP = 4
@@ -80,15 +80,13 @@ async def servers(arguments: argparse.Namespace) -> AsyncIterator[tuple[list[str
         yield arguments.url, {"machine": arguments.machine} if arguments.machine else {}
         return
     flags = ["--catalog", str(arguments.catalog)] if arguments.catalog else []
-    if not any(flag.startswith("--log-level") for flag in arguments.serve):
-        flags += ["--log-level", "warning"]  # else there is a line here for each request
     facts: Level = {"machine": machine()}
     async with AsyncExitStack() as stack:
         async with asyncio.TaskGroup() as group:
             starting = [
                 group.create_task(
                     stack.enter_async_context(
-                        running_server(arguments.checkpoint, flags + arguments.serve, environment)
+                        running_server(arguments.checkpoint, quiet(flags + arguments.serve), environment)
                     )
                 )
                 for environment in one_gpu_each(arguments.replicas)

@@ -70,6 +70,13 @@ async def _end(process: asyncio.subprocess.Process) -> int:
         return await process.wait()
 
 
+def quiet(flags: Sequence[str]) -> list[str]:
+    """Flags of a server under load that logs warnings only, unless they say otherwise: else it has a line for each
+    request."""
+    chosen = any(flag.startswith("--log-level") for flag in flags)
+    return [*flags] if chosen else [*flags, "--log-level", "warning"]
+
+
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """A benchmark's own options, and what follows `--`: flags of `widebeam serve`."""
     end = argv.index("--") if "--" in argv else len(argv)

@@ -26,11 +26,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import header, save, table
 from servers import machine, metrics, running_server, split_flags
 
 from widebeam.client import AsyncClient
@@ -169,18 +169,29 @@ def by_outcome(found: dict[str, float], series: str) -> dict[str, int]:
     return {match[1]: int(value) for match, value in matches if match and value}
 
 
+def markdown(report: dict[str, Any]) -> str:
+    """What came of the requests, what was held at the end, and memory in MiB."""
+    sent = ", ".join(f"{catalog}: {count}" for catalog, count in report["sent"].items())
+    facts = [("sent, by catalog", sent), ("answered", report["answered"]), ("seconds", report["seconds"])]
+    facts += [(f"latency {name}, ms", value) for name, value in report["latency_ms"].items()]
+    facts += [(name, int(report[name])) for name in COUNTED]
+    facts += [(f"{name} at the end", int(value)) for name, value in report["left"].items()]
+    memory = [(kind, *(size / 2**20 for size in sizes.values())) for kind, sizes in report["memory"].items()]
+    return "\n\n".join([
+        f"{report['machine']}, {report['date']}", table(["", "value"], facts),
+        table(["memory, MiB", *report["memory"]["host"]], memory), "; ".join(report["wrong"]) or "Nothing is wrong.",
+    ])  # fmt: skip
+
+
 async def main(arguments: argparse.Namespace) -> int:
     async with running_server(arguments.checkpoint, arguments.serve) as server:
         result = await Soak(arguments).run(server.url, server.pid)
-    what = {key: value for key, value in vars(arguments).items() if key != "save"}
-    report = {"date": date.today().isoformat(), "machine": machine(), "arguments": what}
+    report = header(arguments) | {"machine": machine()}
     report |= {"ready_s": round(server.ready_s, 1), "exit_status": server.exit_status} | result
     if server.exit_status:
         report["wrong"].append(f"the server ended with status {server.exit_status}")
     print(json.dumps(report, indent=2))
-    if arguments.save:
-        arguments.save.parent.mkdir(parents=True, exist_ok=True)
-        arguments.save.write_text(json.dumps(report, indent=2) + "\n")
+    save(arguments.save, report, markdown(report))
     return int(bool(report["wrong"]))
 
 
@@ -196,6 +207,6 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--vary", action="store_true", help="random lengths, widths and catalogs")
     parser.add_argument("--vocab", type=int, default=50_000, help="prompts are drawn from token ids below this")
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save", type=Path, help="JSON file; its tables go beside it, as .md")
     own, serve = split_flags(sys.argv[1:])
     raise SystemExit(asyncio.run(main(parser.parse_args(own, argparse.Namespace(serve=serve)))))

@@ -31,7 +31,7 @@ def test_every_answer_is_checked_and_memory_sampled(checkpoint: Path, catalog_fi
     assert report["sent"].keys() == {"first", "second", "none"} and sum(report["sent"].values()) == 21
     assert report["searches"] == report["http"] == {"ok": 21}
     assert report["left"].keys() == set(soak.LEFT) and not any(report["left"].values())
-    assert report["wrong"] == []
+    assert report["wrong"] == [] and "Nothing is wrong." in saved.with_suffix(".md").read_text()
     host = report["memory"]["host"]
     assert host["growth"] == host["last"] - host["settled"] and host["first"] > 1 << 20
 
