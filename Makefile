@@ -48,12 +48,16 @@ memcheck:
 	  tests/engine/test_segment_top.py tests/model/test_ops.py tests/model/test_row_attention.py \
 	  -k "(kernels or on_cuda) and not graph"
 
-# make nightly   on a GPU: every benchmark, into build/nightly/, and one summary, build/nightly.md
+# make nightly   on a GPU: every benchmark of one device, into build/nightly/, and one summary, build/nightly.md
 # PYTHON         must have widebeam's dependencies with the extra cuda; nothing is installed
 # OLD            copy of an earlier night's folder: fails if a case became slower or less accurate
+# PEER           URL of an SGLang-compatible server of build/qwen3-1.7b, which is compared with ours; PEER_ARGS: options
+#                for bench/peers.py, and behind -- for our server, which needs its share of the memory beside one on
+#                the same GPU: PEER_ARGS="--dialects sglang n -- --gpu-memory-utilization 0.4"
 .PHONY: nightly
 NIGHTLY := build/nightly
 ITEMS := build/items.parquet
+FEW_ITEMS := build/few-items.parquet
 OFFLINE = $(PYTHON) bench/offline.py --matrix --floor
 ACCURACY = $(PYTHON) bench/accuracy.py
 BREAKDOWN = $(PYTHON) bench/breakdown.py build/qwen3-1.7b --cases 1000x1 5000x1 5000x4
@@ -66,9 +70,10 @@ nightly:
 	@$(PYTHON) -c '$(NEEDS_CUDA)'
 	@test -z "$(OLD)" || ls $(OLD)/*-offline-*.json
 	rm -rf $(NIGHTLY)
-	for shape in qwen3-0.6b qwen3-1.7b qwen3-4b; do \
+	for shape in qwen3-tiny qwen3-0.6b qwen3-1.7b qwen3-4b; do \
 	  test -f build/$$shape/config.json || $(PYTHON) bench/random_checkpoint.py $$shape build/$$shape || exit 1; done
 	test -f $(ITEMS) || $(PYTHON) bench/random_catalog.py $(ITEMS)
+	test -f $(FEW_ITEMS) || $(PYTHON) bench/random_catalog.py $(FEW_ITEMS) --items 10000 --levels 4 --codes 256
 	$(OFFLINE) build/qwen3-1.7b --save $(NIGHTLY)/1-offline-bf16.json
 	$(OFFLINE) build/qwen3-1.7b --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/2-offline-fp8-catalog.json
 	$(OFFLINE) build/qwen3-0.6b --save $(NIGHTLY)/3-offline-0.6b.json
@@ -81,6 +86,10 @@ nightly:
 	$(PYTHON) bench/catalog.py build/qwen3-0.6b --save $(NIGHTLY)/9-catalog.json
 	$(PYTHON) bench/history.py build/qwen3-1.7b --host-gib 64 --save $(NIGHTLY)/9-history.json -- --max-total-tokens 200000
 	$(PYTHON) bench/starts.py build/qwen3-1.7b --save $(NIGHTLY)/9-starts.json
+	$(PYTHON) bench/online.py --checkpoint build/qwen3-1.7b --concurrency 4 8 --save $(NIGHTLY)/9-online.json
+	$(PYTHON) bench/soak.py build/qwen3-tiny --vary --requests 10000 --concurrency 32 --context 2000 --tokens 5 \
+	  --save $(NIGHTLY)/9-soak.json -- --catalog items=$(ITEMS) few=$(FEW_ITEMS) --log-level warning
+	$(if $(PEER),$(PYTHON) bench/peers.py $(PEER) --checkpoint build/qwen3-1.7b --save $(NIGHTLY)/9-peers.json $(PEER_ARGS))
 	for fp8 in "" "--quantization fp8" "--kv-cache-dtype fp8"; do \
 	  case $$fp8 in --q*) name=-fp8;; --kv*) name=-fp8-kv;; *) name=;; esac; \
 	  $(ACCURACY) examples/movielens/checkpoint $$fp8 --cases 97x64x64 193x16x256 \

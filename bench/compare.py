@@ -3,8 +3,15 @@
     python bench/compare.py OLD.json NEW.json
 
 Prints a table and ends with status 1 if a case is missing or failed, if one is more than 3 % slower (`total_ms`), or
-if an accuracy figure fell. What only the new report has is shown and passes. Times compare only between machines of
-one kind: different ones are named.
+if any accuracy figure is worse: best sequences, overlaps and equal sets of each comparison, score errors, Recall@10 and
+NDCG@10. What only the new report has is shown and passes. Times compare only between machines of one kind: different
+ones are named.
+
+Two runs of the same code differ by chance in one way: which prompts share a wave is up to time, and on a GPU the last
+digits of scores depend on that (on a CPU three runs, and waves of four sizes, agreed to the bit). It has never changed
+a sequence: `alone` is 1 in all reports. So shares and recall have no allowance. In those of the MovieLens example
+bfloat16 changes 55 of 8192 sequences; as company changes none, it moves scores by a few hundredths of what bfloat16
+does, and at random, which leaves a high quantile of the errors where it is but for a hundredth: they may grow by 1 %.
 """
 
 from __future__ import annotations
@@ -18,11 +25,11 @@ from report import table
 
 SLOWER = 1.03
 """Largest ratio of times that passes."""
-ERROR_GROWTH = 1.5
-"""Largest ratio of score errors that passes: rounding moves them both ways whenever a kernel changes."""
-SHARES = ("top1", "overlap", "exact_sets")
+ERROR_GROWTH = 1.01
+"""Largest ratio of score errors that passes."""
+SHARES = ("top1", "overlap", "overlap_min", "exact_sets", "recall@10", "ndcg@10")
 """Accuracy figures of which more is better; of the others, errors, less is."""
-ERRORS = ("p99",)
+ERRORS = ("p99", "max")
 
 
 class Row(NamedTuple):
@@ -57,9 +64,10 @@ class Row(NamedTuple):
 
 
 def figures(report: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """What is judged, by case and name: the time of a case, shares and errors of each of its comparisons."""
+    """What is judged, by case and name: the time of a case, shares and errors of each of its comparisons; how well
+    each variant of the engine recommends."""
     found: dict[tuple[str, str], float] = {}
-    for case, measured in report["cases"].items():
+    for case, measured in (report["cases"] | {"recall": report.get("recall", {})}).items():
         if "total_ms" in measured:
             found[case, "total_ms"] = measured["total_ms"]
         for comparison, values in measured.items():

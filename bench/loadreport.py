@@ -52,14 +52,29 @@ def plot(report: Level, path: Path) -> None:
                 axes.plot(*points, style, color=color, label=f"{part}, {kind}")
         for one in levels:
             at = (one["requests_per_s"], one["latency_p50_ms"])
-            axes.annotate(one["load"], at, xytext=(4, -10), textcoords="offset points", fontsize=7)
-    given = report["arguments"]
-    asked = "mixed" if given["mixed"] == "True" else f"context {given['context']}, width {given['width']}"
-    where = report["server"].get("machine", report["machine"])
-    axes.set(
-        xlabel="answers per second", ylabel="latency, ms", yscale="log", title=f"{asked}; {where}, {report['date']}"
-    )
-    axes.legend()
+            axes.annotate(one["load"], at, xytext=(6, -9), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="answers per second", ylabel="latency, ms", title=title(report))
+    axes.set_xlim(0, 1.15 * max((one["requests_per_s"] for one in report["levels"]), default=1.0))  # room for names
+    drawn = [one[f"latency_{part}_ms"] for one in report["levels"] if one["ok"] for part in ("p50", "p99")]
+    if drawn and max(drawn) > 10 * min(drawn):
+        ticks = importlib.import_module("matplotlib.ticker").LogFormatter(minor_thresholds=(2, 0.8))
+        axes.set(yscale="log", ylabel="latency, ms (log scale)")
+        axes.yaxis.set_major_formatter(ticks)
+        axes.yaxis.set_minor_formatter(ticks)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left")
     axes.grid(alpha=0.3, which="both")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
+
+
+def title(report: Level) -> str:
+    """What was asked of which machine, and when."""
+    given = report["arguments"]
+    asked = f"context {given['context']}, width {given['width']}"
+    if given["mixed"] == "True":
+        asked = f"mixed contexts {given['mixed_context']} and widths {given['mixed_width']}"
+    count = max(int(given.get("replicas", 1)), given["url"].count("://"))
+    where = report["server"].get("machine", report["machine"])
+    return f"{asked}; {f'{count} servers, ' if count > 1 else ''}{where}, {report['date']}"

@@ -65,7 +65,7 @@ from loadgen import (
 from loadreport import Level, markdown, plot
 from peers import DIALECTS
 from report import header, save
-from servers import machine, running_server, split_flags
+from servers import machine, quiet, running_server, split_flags
 
 CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
 TRACE_WARM_UP = 4
@@ -77,18 +77,16 @@ HEALTH = Request("/health")
 async def servers(arguments: argparse.Namespace) -> AsyncIterator[tuple[list[str], Level]]:
     """The URLs to measure, and facts about the servers if they are ours, which then end with the block."""
     if arguments.url:
-        yield arguments.url, {}
+        yield arguments.url, {"machine": arguments.machine} if arguments.machine else {}
         return
     flags = ["--catalog", str(arguments.catalog)] if arguments.catalog else []
-    if not any(flag.startswith("--log-level") for flag in arguments.serve):
-        flags += ["--log-level", "warning"]  # else there is a line here for each request
     facts: Level = {"machine": machine()}
     async with AsyncExitStack() as stack:
         async with asyncio.TaskGroup() as group:
             starting = [
                 group.create_task(
                     stack.enter_async_context(
-                        running_server(arguments.checkpoint, flags + arguments.serve, environment)
+                        running_server(arguments.checkpoint, quiet(flags + arguments.serve), environment)
                     )
                 )
                 for environment in one_gpu_each(arguments.replicas)
@@ -325,6 +323,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--vocab", type=int, default=50_000, help="prompts are drawn from token ids below this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="JSON file; its tables go beside it, as .md")
+    parser.add_argument("--machine", help="of the server at --url, which does not say: for the report and the plot")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="latency against throughput; needs matplotlib")
     return parser
 
@@ -336,6 +335,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(own, argparse.Namespace(serve=serve))
     if (arguments.serve or arguments.catalog or arguments.replicas != 1) and not arguments.checkpoint:
         parser.error("--catalog, --replicas and flags behind -- are for servers that are started: give --checkpoint")
+    if arguments.machine and arguments.checkpoint:
+        parser.error("--machine is for a server at --url, or --replot: here it is this one")
     if arguments.replicas < 1:
         parser.error(f"--replicas {arguments.replicas} is not 1 or more")
     if arguments.replot and not arguments.plot:
@@ -353,7 +354,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
     if arguments.replot:
-        plot(json.loads(arguments.replot.read_text()), arguments.plot)
+        report = json.loads(arguments.replot.read_text())
+        report["server"] |= {"machine": arguments.machine} if arguments.machine else {}
+        plot(report, arguments.plot)
         return 0
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         report = header(arguments) | runner.run(measure(arguments))

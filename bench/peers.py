@@ -1,12 +1,14 @@
 """Two servers, one client: latency, throughput and agreement on the same prompts, side by side.
 
     python bench/peers.py http://127.0.0.1:8000 http://127.0.0.1:30000 --requests 64 --concurrency 4 --context 1000
+    python bench/peers.py http://127.0.0.1:30000 --checkpoint DIR [-- serve flags]
 
-Both speak SGLang's /generate. `--dialects` says, server by server, how it is asked for beams: `sglang` (beam_width and
-n, as released; the default), `fork` (use_beam_search and n, as in older forks) or `n` (n alone, NVIDIA's SID-GR). The
-servers are measured one after the other, each warmed up with other prompts. Prompts are random token ids from a fixed
-seed, or the lists of ids in a JSON file (`--prompts`). `overlap` is the share of a prompt's sequences that both
-returned: for that to mean anything, both need the same checkpoint and no catalog. Exit status 1 if a request failed.
+Both speak SGLang's /generate; with --checkpoint the first one is `widebeam serve DIR`, started here and stopped at the
+end. `--dialects` says, server by server, how it is asked for beams: `sglang` (beam_width and n, as released; the
+default), `fork` (use_beam_search and n, as in older forks) or `n` (n alone, NVIDIA's SID-GR). The servers are measured
+one after the other, each warmed up with other prompts. Prompts are random token ids from a fixed seed, or the lists of
+ids in a JSON file (`--prompts`). `overlap` is the share of a prompt's sequences that both returned: for that to mean
+anything, both need the same checkpoint and no catalog. Exit status 1 if a request failed.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
 from report import header, save, table
+from servers import quiet, running_server, split_flags
 
 DIALECTS = ("sglang", "fork", "n")
 Tokens = tuple[int, ...]
@@ -126,11 +131,26 @@ def load_prompts(arguments: argparse.Namespace) -> list[list[int]]:
     return rng.integers(0, arguments.vocab, (arguments.requests, arguments.context)).tolist()
 
 
+@asynccontextmanager
+async def both(arguments: argparse.Namespace) -> AsyncIterator[list[str]]:
+    """The URLs of the two; one of our own ends with the block."""
+    if arguments.checkpoint is None:
+        yield arguments.urls
+        return
+    async with running_server(arguments.checkpoint, quiet(arguments.serve)) as server:
+        yield [server.url, *arguments.urls]
+
+
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both servers, one after the other."""
+    async with both(arguments) as urls:
+        return await compare(arguments, urls)
+
+
+async def compare(arguments: argparse.Namespace, urls: Sequence[str]) -> dict[str, Any]:
     prompts = load_prompts(arguments)
     servers, answers = [], []
-    for url, dialect in zip(arguments.urls, arguments.dialects, strict=True):
+    for url, dialect in zip(urls, arguments.dialects, strict=True):
         params = sampling_params(dialect, arguments.width, arguments.tokens)
         limits = (arguments.concurrency, arguments.timeout_s)
         others = [prompt[::-1] for prompt in prompts[: arguments.warm_up]]  # which no prefix cache takes for ours
@@ -149,9 +169,11 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-if __name__ == "__main__":
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; what follows `--` is for `widebeam serve`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("urls", nargs=2)
+    parser.add_argument("urls", nargs="+", metavar="URL")
+    parser.add_argument("--checkpoint", help="start a server of it, as the first of the two")
     parser.add_argument("--dialects", nargs=2, choices=DIALECTS, default=["sglang", "sglang"])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=4)
@@ -163,7 +185,18 @@ if __name__ == "__main__":
     parser.add_argument("--warm-up", type=int, default=8)
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--save", type=Path, help="JSON file; its tables go beside it, as .md")
-    chosen = parser.parse_args()
+    own, serve = split_flags(argv)
+    arguments = parser.parse_args(own, argparse.Namespace(serve=serve))
+    wanted = 2 if arguments.checkpoint is None else 1
+    if len(arguments.urls) != wanted:
+        parser.error(f"{len(arguments.urls)} URLs, not {wanted}: two servers are compared, --checkpoint being one")
+    if serve and arguments.checkpoint is None:
+        parser.error("flags behind -- are for a server that is started: give --checkpoint")
+    return arguments
+
+
+if __name__ == "__main__":
+    chosen = parse(sys.argv[1:])
     report = header(chosen) | asyncio.run(run(chosen))
     print(markdown(report))
     save(chosen.save, report, markdown(report))

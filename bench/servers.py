@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -69,6 +70,13 @@ async def _end(process: asyncio.subprocess.Process) -> int:
         return await process.wait()
 
 
+def quiet(flags: Sequence[str]) -> list[str]:
+    """Flags of a server under load that logs warnings only, unless they say otherwise: else it has a line for each
+    request."""
+    chosen = any(flag.startswith("--log-level") for flag in flags)
+    return [*flags] if chosen else [*flags, "--log-level", "warning"]
+
+
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """A benchmark's own options, and what follows `--`: flags of `widebeam serve`."""
     end = argv.index("--") if "--" in argv else len(argv)
@@ -77,10 +85,15 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 async def counts(url: str) -> dict[str, float]:
     """What the server's metrics say of slower ways taken, and of graphs that warm-up had not met."""
+    values = await metrics(url)
+    return {name: values[f"{name}_total"] for name in ("fallbacks", "late_graphs")}
+
+
+async def metrics(url: str) -> dict[str, float]:
+    """The server's metrics by name, less `widebeam_`, and labels."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
-        lines = [line.split() for line in (await response.text()).splitlines()]
-    values = {words[0]: float(words[-1]) for words in lines if len(words) == 2}
-    return {name: values[f"widebeam_{name}_total"] for name in ("fallbacks", "late_graphs")}
+        text = await response.text()
+    return {name: float(value) for name, value in re.findall(r"^widebeam_(\S+|\S+\{.*\}) (\S+)$", text, re.M)}
 
 
 def machine() -> str:

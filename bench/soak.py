@@ -1,12 +1,16 @@
 """Many /generate requests against a real server: does each one answer, and does memory stay where it is?
 
     python bench/soak.py CHECKPOINT --requests 100 --context 5000 --width 256 --tokens 3 [--save FILE] [-- serve flags]
-    python bench/soak.py CHECKPOINT --vary --requests 10000 --concurrency 32 --context 2000 -- --catalog items.parquet
+    python bench/soak.py CHECKPOINT --vary --requests 10000 --concurrency 32 -- --catalog a=items.parquet b=more.parquet
 
 Starts `widebeam serve CHECKPOINT`, sends random token ids from a fixed seed, reads back what SGLang clients read, and
-reports latency, fallbacks, graphs captured late, and the server's memory on the host and the GPU along the way. Sends
-so many requests, and goes on for --minutes. With --vary, context, width and tokens (two at least) are random up to the
-values given; with a catalog served, half the requests go without it.
+reports latency and the server's memory on the host and the GPU along the way. Sends so many requests, and goes on for
+--minutes. With --vary, context, width and tokens (two at least) are random up to the values given, and each request
+goes to one of the catalogs served or to none; without it, to the first one.
+
+At the end, /metrics must say that all of them ended well, that nothing is left waiting, running or held in the pools
+(what the prefix cache keeps is not), and that nothing was run by a slower way or captured late. Else the report says
+what is `wrong`, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -16,18 +20,31 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
-from datetime import date
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from servers import counts, machine, running_server, split_flags
+from report import header, save, table
+from servers import machine, metrics, running_server, split_flags
 
 from widebeam.client import AsyncClient
+from widebeam.engine.request import NO_CATALOG
+
+LEFT = (
+    "requests_in_flight", "requests_waiting", "requests_running", "beam_rows_in_use", "context_pages_in_use",
+    "beam_slots_in_use", "context_pages_leased", "beam_slots_leased",
+)  # fmt: skip
+"""Gauges that are 0 when nothing is left to do."""
+COUNTED = ("fallbacks", "late_graphs")
+"""Counters of what should never happen."""
+REST_S = 10.0
+"""Within which the last wave gives back what it held: it does so after its answers."""
 
 
 def memory_of(pid: int) -> dict[str, int]:
@@ -47,26 +64,32 @@ class Soak:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.catalog = "--catalog" in arguments.serve
+        self.catalogs: list[str] = []
         self.rng = np.random.default_rng(0)
         self.latencies: list[float] = []
+        self.sent: Counter[str] = Counter()
+        """By the catalog."""
 
     def _drawn(self, most: int, least: int = 1) -> int:
         return int(self.rng.integers(min(least, most), most + 1)) if self.arguments.vary else most
 
+    def _catalog(self) -> str:
+        """Any of those served, or none of them, each as likely."""
+        choice = [*self.catalogs, NO_CATALOG]
+        return choice[self.rng.integers(len(choice))] if self.arguments.vary else choice[0]
+
     async def one(self, client: AsyncClient) -> None:
-        arguments, free = self.arguments, not self.catalog
+        arguments, catalog = self.arguments, self._catalog()
+        free = catalog == NO_CATALOG
         prompt = self.rng.integers(0, arguments.vocab, self._drawn(arguments.context)).tolist()
         # a width of one is greedy text, and one token a form of its own
         width, tokens = self._drawn(arguments.width, 2), self._drawn(arguments.tokens, 2)
         params = {"beam_width": width, "n": width, "ignore_eos": True}
-        options = {}
-        if self.catalog and arguments.vary and self.rng.random() < 0.5:
-            options, free = {"catalog": "none"}, True
         if free:
             params["max_new_tokens"] = tokens
+        self.sent[catalog] += 1
         sent = time.perf_counter()
-        answer = await client.generate(input_ids=prompt, sampling_params=params, **options)
+        answer = await client.generate(input_ids=prompt, sampling_params=params, catalog=catalog)
         self.latencies.append((time.perf_counter() - sent) * 1e3)
         assert not isinstance(answer, list)
         sequences = {tuple(beam.output_ids) for beam in answer.beams}
@@ -89,18 +112,20 @@ class Soak:
                 await asyncio.sleep(arguments.sample_s)
 
         async with AsyncClient(url, timeout=600) as client:
+            self.catalogs = [catalog.name for catalog in await client.catalogs()]
             await self.one(client)
             sampling = asyncio.create_task(sampler())
             await asyncio.gather(*(user(client) for _ in range(arguments.concurrency)))
             sampling.cancel()
             memory.append(memory_of(pid))
-        return self._report(memory) | await counts(url) | {"seconds": round(time.monotonic() - started, 1)}
+        seconds = round(time.monotonic() - started, 1)
+        return self._report(memory) | {"seconds": seconds} | judged(await at_rest(url), self.sent.total())
 
     def _report(self, memory: list[dict[str, int]]) -> dict[str, Any]:
         latencies = sorted(self.latencies)
         settled = len(memory) // 5  # until then caches fill
         return {
-            "answered": len(latencies),
+            "sent": dict(sorted(self.sent.items())), "answered": len(latencies),
             "latency_ms": {
                 "median": statistics.median(latencies), "p90": latencies[int(len(latencies) * 0.9)],
                 "max": latencies[-1],
@@ -115,15 +140,60 @@ class Soak:
         }  # fmt: skip
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def at_rest(url: str) -> dict[str, float]:
+    """The server's metrics when nothing is left, or after REST_S."""
+    last = time.monotonic() + REST_S
+    while True:
+        found = await metrics(url)
+        if not any(found[name] for name in LEFT) or time.monotonic() > last:
+            return found
+        await asyncio.sleep(0.05)
+
+
+def judged(found: dict[str, float], sent: int) -> dict[str, Any]:
+    """What metrics say after so many requests, and what of that is wrong."""
+    left = {name: found[name] for name in LEFT}
+    counted = {name: found[f"{name}_total"] for name in COUNTED}
+    searches = by_outcome(found, r'searches_total\{outcome="(\w+)"\}')
+    http = by_outcome(found, r'requests_total\{outcome="(\w+)",route="/generate"\}')
+    wrong = [f"{name} is {value:g}, not 0" for name, value in (left | counted).items() if value]
+    if searches != {"ok": sent}:
+        wrong.append(f"searches by outcome are {searches}, not ok: {sent}")
+    if http.get("ok") != sent:  # what was refused has been sent again
+        wrong.append(f"answers of /generate by outcome are {http}, not ok: {sent}")
+    return counted | {"left": left, "searches": searches, "http": http, "wrong": wrong}
+
+
+def by_outcome(found: dict[str, float], series: str) -> dict[str, int]:
+    """Counts that are not 0 of the metrics whose names a pattern matches."""
+    matches = ((re.fullmatch(series, name), value) for name, value in found.items())
+    return {match[1]: int(value) for match, value in matches if match and value}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """What came of the requests, what was held at the end, and memory in MiB."""
+    sent = ", ".join(f"{catalog}: {count}" for catalog, count in report["sent"].items())
+    facts = [("sent, by catalog", sent), ("answered", report["answered"]), ("seconds", report["seconds"])]
+    facts += [(f"latency {name}, ms", value) for name, value in report["latency_ms"].items()]
+    facts += [(name, int(report[name])) for name in COUNTED]
+    facts += [(f"{name} at the end", int(value)) for name, value in report["left"].items()]
+    memory = [(kind, *(size / 2**20 for size in sizes.values())) for kind, sizes in report["memory"].items()]
+    return "\n\n".join([
+        f"{report['machine']}, {report['date']}", table(["", "value"], facts),
+        table(["memory, MiB", *report["memory"]["host"]], memory), "; ".join(report["wrong"]) or "Nothing is wrong.",
+    ])  # fmt: skip
+
+
+async def main(arguments: argparse.Namespace) -> int:
     async with running_server(arguments.checkpoint, arguments.serve) as server:
         result = await Soak(arguments).run(server.url, server.pid)
-    what = {key: value for key, value in vars(arguments).items() if key != "save"}
-    report = {"date": date.today().isoformat(), "machine": machine(), "arguments": what}
+    report = header(arguments) | {"machine": machine()}
     report |= {"ready_s": round(server.ready_s, 1), "exit_status": server.exit_status} | result
+    if server.exit_status:
+        report["wrong"].append(f"the server ended with status {server.exit_status}")
     print(json.dumps(report, indent=2))
-    if arguments.save:
-        arguments.save.write_text(json.dumps(report, indent=2) + "\n")
+    save(arguments.save, report, markdown(report))
+    return int(bool(report["wrong"]))
 
 
 if __name__ == "__main__":
@@ -136,8 +206,8 @@ if __name__ == "__main__":
     parser.add_argument("--context", type=int, default=5000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=3)
-    parser.add_argument("--vary", action="store_true", help="random lengths and widths, with and without the catalog")
+    parser.add_argument("--vary", action="store_true", help="random lengths, widths and catalogs")
     parser.add_argument("--vocab", type=int, default=50_000, help="prompts are drawn from token ids below this")
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save", type=Path, help="JSON file; its tables go beside it, as .md")
     own, serve = split_flags(sys.argv[1:])
-    asyncio.run(main(parser.parse_args(own, argparse.Namespace(serve=serve))))
+    raise SystemExit(asyncio.run(main(parser.parse_args(own, argparse.Namespace(serve=serve)))))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from judges import HuggingFace, Rules
 
 from tests import hf, oracle, tiny
 from tests.http.service import running_service
+
+ROOT = Path(__file__).parents[2]
 
 
 def sids_of(items: int) -> np.ndarray:
@@ -98,8 +103,8 @@ def test_the_engine_is_accurate_on_a_table_of_sids(tmp_path: Path) -> None:
 def test_two_servers_are_asked_in_their_own_dialects(checkpoint: Path) -> None:
     with running_service(checkpoint, None) as service:
         chosen = argparse.Namespace(
-            urls=[service.url, f"{service.url}/"], dialects=["sglang", "n"], requests=3, context=10, vocab=50,
-            prompts=None, width=4, tokens=2, concurrency=2, warm_up=1, timeout_s=30.0,
+            urls=[service.url, f"{service.url}/"], checkpoint=None, dialects=["sglang", "n"], requests=3,
+            context=10, vocab=50, prompts=None, width=4, tokens=2, concurrency=2, warm_up=1, timeout_s=30.0,
         )  # fmt: skip
         made = asyncio.run(peers.run(chosen))
         refused = asyncio.run(peers.ask_all(service.url, [[1, 2]], {"unknown": 1}, 1, 30.0))
@@ -107,3 +112,23 @@ def test_two_servers_are_asked_in_their_own_dialects(checkpoint: Path) -> None:
     assert made["agreement"] == {"prompts": 3, "top1": 1.0, "overlap": 1.0, "overlap_min": 1.0, "exact_sets": 1.0}
     assert refused[0][0].error is not None and refused[0][0].error.startswith("400")
     assert "| p99_ms" in peers.markdown(made)
+
+
+def test_a_server_of_its_own_is_compared_with_a_peer(checkpoint: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "peers.json"
+    options = ["--requests", "3", "--context", "10", "--vocab", "50", "--width", "4", "--tokens", "2", "--warm-up", "1"]
+    with running_service(checkpoint, None) as service:
+        command = [sys.executable, "bench/peers.py", service.url, "--checkpoint", str(checkpoint), *options]
+        command += ["--save", str(saved), "--", "--device", "cpu"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=100)
+    made = json.loads(saved.read_text())
+    assert [server["answered"] for server in made["servers"]] == [3, 3]
+    assert made["servers"][0]["url"] != made["servers"][1]["url"] == service.url
+    assert made["agreement"]["overlap"] == 1.0
+
+
+def test_two_servers_are_compared_never_one_or_three() -> None:
+    for flags in (["x"], ["x", "y", "z"], ["x", "y", "--checkpoint", "c"], ["x", "y", "--", "--device", "cpu"]):
+        with pytest.raises(SystemExit):
+            peers.parse(flags)
+    assert peers.parse(["x", "--checkpoint", "c", "--", "--device", "cpu"]).serve == ["--device", "cpu"]

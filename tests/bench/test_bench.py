@@ -31,8 +31,25 @@ def timed(**cases: float) -> dict[str, Any]:
     return {"cases": {name: {"total_ms": ms, "floor": {"total_ms": 1.0}} for name, ms in cases.items()}}
 
 
-def accurate(top1: float, overlap: float, p99: float) -> dict[str, Any]:
-    return {"cases": {"a": {"float32": {"top1": top1, "overlap": overlap}, "scores": {"p99": p99, "max": 9.0}}}}
+ACCURATE = {
+    "cases": {
+        "a": {
+            "float32": {"prompts": 4, "top1": 1.0, "overlap": 0.9, "overlap_min": 0.8, "exact_sets": 0.25},
+            "scores": {"p99": 0.01, "max": 0.02, "sequences": 64},
+        }
+    },
+    "recall": {"asked": {"recall@10": 0.2, "standard_error": 0.01, "ndcg@10": 0.1}},
+}
+
+
+def accurate(**figures: float) -> dict[str, Any]:
+    """A report of accuracy.py, as it was but for the figures given."""
+
+    def changed(part: dict[str, Any]) -> dict[str, Any]:
+        return {key: changed(value) if isinstance(value, dict) else figures.get(key, value)
+                for key, value in part.items()}  # fmt: skip
+
+    return changed(ACCURATE)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +63,11 @@ def accurate(top1: float, overlap: float, p99: float) -> dict[str, Any]:
         (timed(a=100.0), {"cases": {"a": {"error": "out of memory"}}}, ["missing"], 1),
         ({"cases": {"a": {"error": "out of memory"}}}, {"cases": {"a": {"error": "out of memory"}}}, ["missing"], 1),
         (timed(), timed(), [], 1),
-        (accurate(1.0, 0.9, 0.01), accurate(1.0, 0.9, 0.01), ["ok"] * 3, 0),
-        (accurate(1.0, 0.9, 0.01), accurate(1.0, 0.91, 0.014), ["ok"] * 3, 0),
-        (accurate(1.0, 0.9, 0.01), accurate(0.99, 0.9, 0.01), ["less accurate", "ok", "ok"], 1),
-        (accurate(1.0, 0.9, 0.01), accurate(1.0, 0.8999, 0.01), ["ok", "less accurate", "ok"], 1),
-        (accurate(1.0, 0.9, 0.01), accurate(1.0, 0.9, 0.016), ["ok", "ok", "less accurate"], 1),
+        (accurate(), accurate(), ["ok"] * 8, 0),
+        (accurate(), accurate(overlap=0.91, p99=0.0101, max=0.01), ["ok"] * 8, 0),
+        ({"cases": {"a": {"float32": {"top1": 1.0}}}}, {"cases": {"a": {"float32": None}}}, ["missing"], 1),
+        ({"cases": ACCURATE["cases"]}, accurate(), ["ok"] * 6 + ["new"] * 2, 0),
+        (accurate(), {"cases": ACCURATE["cases"]}, ["ok"] * 6 + ["missing"] * 2, 1),
     ],
 )  # fmt: skip
 def test_compare_fails_on_what_became_worse(
@@ -64,6 +81,17 @@ def test_compare_fails_on_what_became_worse(
     monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, files)])
     assert compare.main() == status
     assert all(verdict in capsys.readouterr().out for verdict in verdicts[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "worse"),
+    [("top1", 0.99), ("overlap", 0.8999), ("overlap_min", 0.79), ("exact_sets", 0.24), ("recall@10", 0.1999),
+     ("ndcg@10", 0.0999), ("p99", 0.01011), ("max", 0.0203)],
+)  # fmt: skip
+def test_no_accuracy_figure_may_fall(name: str, worse: float) -> None:
+    rows = compare.compare(accurate(), accurate(**{name: worse}))
+    assert [row.figure.split(": ")[1] for row in rows if not row.passes] == [name]
+    assert all(row.verdict == "less accurate" for row in rows if not row.passes)
 
 
 def test_overlap_counts_common_sequences_of_the_longer_list() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import loadgen
+import loadreport
 import online
 import pytest
 from aiohttp import web
@@ -63,6 +64,14 @@ async def test_the_engines_own_times_are_taken_from_the_native_answer(service: S
     assert overhead["overhead_p50_ms"] > 0 and overhead["idle_health_p50_ms"] > 0
     assert health["ok"] == health["sent"] > 0 and not health["failed_beside"]
     assert {"from_sending_p99_ms", "overhead_ms"} <= set(online.markdown(report).split())
+
+
+def test_the_title_says_what_was_asked_of_which_machine() -> None:
+    given = {"context": "500", "width": "64", "mixed": "False", "mixed_context": "[5, 8]", "mixed_width": "[3, 5]"}
+    report = {"arguments": given | {"url": "['http://x', 'http://y']"}, "server": {}, "machine": "m", "date": "d"}
+    assert loadreport.title(report) == "context 500, width 64; 2 servers, m, d"
+    report |= {"arguments": given | {"url": "None", "mixed": "True"}, "server": {"machine": "a GPU"}}
+    assert loadreport.title(report) == "mixed contexts [5, 8] and widths [3, 5]; a GPU, d"
 
 
 async def test_a_server_that_is_gone_is_a_failure_of_each_request() -> None:
@@ -177,8 +186,9 @@ def test_flags_that_would_do_nothing_are_refused(
         "http://y",
         "http://z",
     ]
-    with pytest.raises(SystemExit):
-        online.parse(["--checkpoint", "x", "--replicas", "0"])
+    for flags in (["--replicas", "0"], ["--machine", "a GPU"]):
+        with pytest.raises(SystemExit):
+            online.parse(["--checkpoint", "x", *flags])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         online.parse(["--url", "http://x", "--plot", "x.png"])
@@ -203,5 +213,9 @@ def test_servers_of_its_own_are_started_and_stopped(checkpoint: Path, tmp_path: 
     assert report["command"].endswith("--device cpu")
     assert saved.with_suffix(".md").read_text().strip() == ran.stdout.strip()
     if importlib.util.find_spec("matplotlib"):
-        assert online.main(["--replot", str(saved), "--plot", str(tmp_path / "plot.png")]) == 0
-        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+        report["levels"].append(report["levels"][0] | {"kind": "open", "latency_p99_ms": 1e5})  # over decades
+        (tmp_path / "wide.json").write_text(json.dumps(report))
+        for path in (saved, tmp_path / "wide.json"):
+            plot = path.with_suffix(".png")
+            assert online.main(["--replot", str(path), "--plot", str(plot), "--machine", "a CPU"]) == 0
+            assert plot.read_bytes().startswith(b"\x89PNG")

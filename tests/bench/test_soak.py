@@ -1,27 +1,56 @@
-"""bench/soak.py against a real server."""
+"""bench/soak.py against real servers."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+
+import pytest
+import soak
+from servers import metrics
+
+from tests import tiny
+from tests.http.service import running_service
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_answer_is_checked_and_memory_sampled(checkpoint: Path, tmp_path: Path) -> None:
-    options = "--vary --requests 12 --concurrency 3 --context 30 --width 8 --tokens 3 --vocab 50 --sample-s 0.1"
-    command = [
-        sys.executable,
-        "bench/soak.py",
-        str(checkpoint),
-        *options.split(),
-        "--save",
-        str(tmp_path / "soak.json"),
-    ]
-    subprocess.run([*command, "--", "--log-level", "warning"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    report = json.loads((tmp_path / "soak.json").read_text())
-    assert (report["answered"], report["exit_status"], report["fallbacks"]) == (13, 0, 0)
+def test_every_answer_is_checked_and_memory_sampled(checkpoint: Path, catalog_file: Path, tmp_path: Path) -> None:
+    options = "--vary --requests 20 --concurrency 3 --context 30 --width 8 --tokens 3 --vocab 50 --sample-s 0.1"
+    saved = tmp_path / "soak.json"
+    second = tiny.save_catalog(tmp_path / "second.jsonl", seed=1)
+    command = [sys.executable, "bench/soak.py", str(checkpoint), *options.split(), "--save", str(saved)]
+    command += ["--", "--log-level", "warning", "--catalog", f"first={catalog_file}", f"second={second}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    report = json.loads(saved.read_text())
+    assert (report["answered"], report["exit_status"], report["fallbacks"], report["late_graphs"]) == (21, 0, 0, 0)
+    assert report["sent"].keys() == {"first", "second", "none"} and sum(report["sent"].values()) == 21
+    assert report["searches"] == report["http"] == {"ok": 21}
+    assert report["left"].keys() == set(soak.LEFT) and not any(report["left"].values())
+    assert report["wrong"] == [] and "Nothing is wrong." in saved.with_suffix(".md").read_text()
     host = report["memory"]["host"]
     assert host["growth"] == host["last"] - host["settled"] and host["first"] > 1 << 20
+
+
+async def test_what_is_left_or_missing_is_wrong(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "REST_S", 0.2)
+    options = Namespace(vary=False, requests=3, minutes=0.0, sample_s=1.0, concurrency=2, context=20, width=4, tokens=2)
+    options.vocab = 50
+    with running_service(checkpoint, None) as service:
+        core = service.engine._runtime.core
+        lease = core.context.acquire(2 * service.engine.config.page_size)
+        assert lease is not None
+        found = await soak.Soak(options).run(service.url, os.getpid())
+        assert (found["sent"], found["searches"]) == ({"none": 4}, {"ok": 4})
+        assert found["wrong"] == ["context_pages_leased is 2, not 0"]
+        core.context.release(lease)
+        now = await metrics(service.url)
+    assert soak.judged(now, 4)["wrong"] == []
+    assert [one.split()[0] for one in soak.judged(now, 5)["wrong"]] == ["searches", "answers"]
+    assert soak.judged(now | {"fallbacks_total": 1.0}, 4)["wrong"] == ["fallbacks is 1, not 0"]
+    lost = now | {'searches_total{outcome="cancelled"}': 1.0}
+    assert soak.judged(lost, 4)["wrong"] == ["searches by outcome are {'ok': 4, 'cancelled': 1}, not ok: 4"]

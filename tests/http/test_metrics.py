@@ -238,7 +238,20 @@ def test_what_is_on_the_device(small: Service, monkeypatch: pytest.MonkeyPatch) 
     assert now["widebeam_requests_in_flight", ()] == 1 and now["widebeam_requests_waiting", ()] == 0
     assert now["widebeam_requests_running", ()] == 1
     assert now["widebeam_beam_slots_in_use", ()] == 2 * 24  # two levels decode, in the next size up from 20 rows
-    wait_until(lambda: not any(samples(small)[f"widebeam_{name}", ()] for name in (*used, "requests_running")))
+    gone = (*used, "requests_running", "context_pages_leased", "beam_slots_leased")
+    wait_until(lambda: not any(samples(small)[f"widebeam_{name}", ()] for name in gone))
+
+
+def test_what_is_held_of_the_pools_is_counted_there(small: Service) -> None:
+    """Whether a wave knows of it or not: this is how a leak would show."""
+    core = small.engine._runtime.core
+    pages, slots = core.context.acquire(small.engine.config.page_size + 1), core.beams.acquire(5)
+    assert pages is not None and slots is not None
+    now = samples(small)
+    core.context.release(pages)
+    core.beams.release(slots)
+    assert (now["widebeam_context_pages_leased", ()], now["widebeam_beam_slots_leased", ()]) == (2, 5)
+    assert now["widebeam_context_pages_in_use", ()] == now["widebeam_beam_slots_in_use", ()] == 0
 
 
 def test_a_wave_that_runs_out_of_memory(small: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     context_pages_in_use: int
     """What two waves hold one after the other counts for both."""
     beam_slots_in_use: int
+    context_pages_leased: int
+    """Of the pool, held by searches and copies, each page once; what the prefix cache alone keeps is not. 0 when idle,
+    as is the next: whoever has not given back what it held shows here."""
+    beam_slots_leased: int
     context_pages: int
     context_pages_high_water: int
     """Most that one wave has held."""
@@ -200,6 +204,8 @@ def engine_stats(waiting: Waiting, budgets: Budgets, worker: Worker, runtime: Ru
         beam_rows_in_use=sum(load.rows for load in on_device),
         context_pages_in_use=sum(load.pages for load in on_device),
         beam_slots_in_use=sum(load.slots for load in on_device),
+        context_pages_leased=context.pages_used,
+        beam_slots_leased=beams.used,
         context_pages=context.num_pages,
         context_pages_high_water=context.high_water,
         beam_slots=beams.size,

@@ -69,6 +69,8 @@ _GAUGES = {
     "beam_rows_in_use": "Beam rows of the waves on the device",
     "context_pages_in_use": "Context pages of the waves on the device",
     "beam_slots_in_use": "Beam slots of the waves on the device",
+    "context_pages_leased": "Context pages of the pool that searches and copies hold; 0 when idle",
+    "beam_slots_leased": "Beam slots of the pool that searches hold; 0 when idle",
     "context_pages": "Context pages of the pool",
     "context_pages_high_water": "Most context pages that one wave has held",
     "beam_slots": "Beam slots of the pool",

@@ -57,7 +57,7 @@ class PagePool:
 
     @property
     def pages_used(self) -> int:
-        """Held by leases."""
+        """Held by leases. May be read on any thread."""
         idle = self.cache.num_idle if self.cache is not None else 0
         return self.num_pages - len(self._free) - idle
 
