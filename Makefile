@@ -114,7 +114,7 @@ online: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 online: $(INSTALLED)
 	test -f build/qwen3-0.6b/config.json || $(BIN)/python bench/random_checkpoint.py qwen3-0.6b build/qwen3-0.6b
 	$(BIN)/python bench/online.py --checkpoint build/qwen3-0.6b --context 500 --width 64 --concurrency 1 2 4 8 --overload \
-	  --duration 30 --warm-up 10 --save build/online.json
+	  --warm-up 10 --save build/online.json
 
 # make compat   the benchmark clients of SGLang and vLLM against a server on this machine: none of their requests may fail
 .PHONY: compat

@@ -28,6 +28,8 @@ from widebeam.sessions import SESSION_HEADER
 
 PATHS = {"generate": "/generate", "recommend": "/v1/recommend"}
 LONGEST_PAUSE_S = 1.0
+INTERVALS = 10
+"""Of a level of load, whose rates tell how certain the rate of all is."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -252,16 +254,18 @@ class Load:
 
 def summary(samples: Sequence[Sample], first: float, last: float, limit_ms: float | None) -> dict[str, Any]:
     """One level of load. Counts and latencies are of requests that were due in [first, last); rates are of answers
-    that came within it, `goodput` of those in time."""
+    that came within it, `goodput` of those in time; `rate_error` as standard_error says."""
     due = [sample for sample in samples if first <= sample.due < last]
     good = [sample for sample in due if sample.outcome == "ok"]
     outcomes = Counter(sample.outcome for sample in due)
-    came = [sample.latency_ms for sample in samples if sample.outcome == "ok" and first <= sample.ended < last]
-    in_time = [latency for latency in came if limit_ms is None or latency <= limit_ms]
+    came = [sample for sample in samples if sample.outcome == "ok" and first <= sample.ended < last]
+    in_time = [sample for sample in came if limit_ms is None or sample.latency_ms <= limit_ms]
     ok, refused = outcomes.pop("ok", 0), outcomes.pop("429", 0)
     return {
+        "seconds": last - first,
         "sent": len(due), "ok": ok, "refused": refused, "failed": dict(sorted(outcomes.items())),
         "offered_per_s": len(due) / (last - first), "requests_per_s": len(came) / (last - first),
+        "rate_error": standard_error([sample.ended for sample in came], first, last),
         "goodput_per_s": len(in_time) / (last - first),
         **quantiles("latency", [sample.latency_ms for sample in good]),
         "late_p99_ms": quantile([(sample.sent - sample.due) * 1e3 for sample in due], 0.99),
@@ -269,6 +273,13 @@ def summary(samples: Sequence[Sample], first: float, last: float, limit_ms: floa
            for part in Times.__struct_fields__},
         "handler_ms": quantile([sample.handler_ms for sample in good if sample.handler_ms is not None], 0.5),
     }  # fmt: skip
+
+
+def standard_error(moments: Sequence[float], first: float, last: float) -> float | None:
+    """Of the rate at which something came in [first, last), as a share of it: by the spread of the rates in INTERVALS
+    equal parts. A wave whose answers fall into one part or the next makes it larger than it is."""
+    counts, _ = np.histogram(moments, INTERVALS, (first, last))
+    return float(counts.std(ddof=1) / counts.mean() / math.sqrt(INTERVALS)) if len(moments) else None
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

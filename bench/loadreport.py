@@ -12,8 +12,9 @@ Level = dict[str, Any]
 """One level of load, or a whole report, by names."""
 
 COLUMNS = {
-    "load": "load", "sent": "sent", "ok": "ok", "refused": "429", "failed": "failed", "requests_per_s": "req/s",
-    "goodput_per_s": "goodput", "latency_p50_ms": "p50", "latency_p90_ms": "p90", "latency_p99_ms": "p99",
+    "load": "load", "seconds": "s", "sent": "sent", "ok": "ok", "refused": "429", "failed": "failed",
+    "requests_per_s": "req/s", "rate_error": "req/s +-", "goodput_per_s": "goodput",
+    "latency_p50_ms": "p50", "latency_p90_ms": "p90", "latency_p99_ms": "p99",
     "queue_ms": "queue", "prefill_ms": "prefill", "decode_ms": "decode", "total_ms": "engine", "handler_ms": "handler",
     "wave_host_ms": "host a wave",
     "late_p99_ms": "late p99", "client_cpu": "client CPU", "goodput_of_peak": "goodput / peak",

@@ -17,12 +17,16 @@ first one's.
                          beside a closed loop of the highest concurrency
 
 Prompts are random token ids. Each level runs for --warm-up seconds that do not count, then for --duration seconds that
-do. Latency is that of good answers; in an open loop it counts from the moment that the request was due, so that what
-waits unsent is not left out. `late p99` is how much of it was this process being late, `client CPU` how busy it was
-(near 1, it is the client that was measured); timers are exact to 2 ms. Goodput: good answers a second within
---latency-limit. Queue, prefill and decode are medians of what answers say of their own request, or, where they say
-nothing, means from the server's /metrics over the level, warm-up included; so is always `host a wave`, the time in
-which the server prepared and launched one.
+do: 30, in which a server of 30 requests/s gives 900 answers, so that waves of 4 leave its rate uncertain by less than
+1 %. `req/s +-` is the standard error of the rate, as a share of it, by the spread of the rates in ten parts of that
+time; where it is more, make --duration longer.
+
+Latency is that of good answers; in an open loop it counts from the moment that the request was due, so that what waits
+unsent is not left out. `late p99` is how much of it was this process being late, `client CPU` how busy it was (near 1,
+it is the client that was measured); timers are exact to 2 ms. Goodput: good answers a second within --latency-limit.
+Queue, prefill and decode are medians of what answers say of their own request, or, where they say nothing, means from
+the server's /metrics over the level, warm-up included; so is always `host a wave`, the time in which the server
+prepared and launched one.
 
 On one core of an AMD EPYC (2 cores in all) it drives 11,000 requests/s with prompts of 5000 tokens and answers of 256
 beams, 30 kB each way, against a server that answers at once from the other core.
@@ -186,7 +190,12 @@ class Bench:
         if found["queue_ms"] is None:
             found |= phases
         found = {"load": name, "kind": kind} | found | {"client_cpu": busy}
-        print(f"{name}: {found['requests_per_s']:.4g} requests/s", file=sys.stderr, flush=True)
+        error = "" if found["rate_error"] is None else f" +- {found['rate_error']:.1%}"
+        print(
+            f"{name}: {found['requests_per_s']:.4g} requests/s{error} in {last - first:.4g} s",
+            file=sys.stderr,
+            flush=True,
+        )
         self.levels.append(found)
         return found
 
@@ -307,7 +316,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--overload", action="store_true")
     parser.add_argument("--http-overhead", action="store_true")
     parser.add_argument("--health-rate", type=float, default=2000.0)
-    parser.add_argument("--duration", type=float, default=10.0, metavar="S")
+    parser.add_argument("--duration", type=float, default=30.0, metavar="S")
     parser.add_argument("--warm-up", type=float, default=3.0, metavar="S")
     parser.add_argument("--latency-limit", type=float, metavar="MS", help="of goodput; without it all answers are good")
     parser.add_argument("--timeout-s", type=float, default=600.0)

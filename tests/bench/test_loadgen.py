@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import statistics
 import time
 from collections.abc import Awaitable, Callable
 
@@ -195,6 +197,28 @@ def test_goodput_is_what_came_in_time(samples: list[Sample]) -> None:
     level = found[None]
     assert level["sent"] == level["ok"] + level["refused"] + sum(level["failed"].values())
     assert level["sent"] == sum(2 <= sample.due < 6 for sample in samples) == level["offered_per_s"] * 4
+
+
+def test_how_certain_a_rate_is_follows_from_ten_parts_of_the_time() -> None:
+    even = [0.05 + 0.1 * k for k in range(100)]
+    assert loadgen.standard_error(even, 0.0, 10.0) == 0.0
+    uneven = [moment for moment in even if moment < 5 or round(moment * 10) % 2 == 0]  # 10 a second, then 5
+    counts = [sum(k <= moment < k + 1 for moment in uneven) for k in range(10)]
+    expected = statistics.stdev(counts) / statistics.mean(counts) / math.sqrt(10)
+    assert loadgen.standard_error(uneven, 0.0, 10.0) == pytest.approx(expected) and expected > 0.05
+    assert loadgen.standard_error([], 0.0, 10.0) is None
+    rng = np.random.default_rng(0)
+    many = [loadgen.standard_error(list(rng.uniform(0, 10, rng.poisson(900))), 0.0, 10.0) for _ in range(200)]
+    assert np.mean(many) == pytest.approx(1 / math.sqrt(900), rel=0.05)  # what it is at random arrivals
+
+
+def test_thirty_seconds_of_waves_of_four_are_certain_to_a_hundredth() -> None:
+    period = 4 / 30.3
+    ended = [period * (1 + wave) + 1e-3 * k for wave in range(250) for k in range(4)]
+    samples = [Sample(end - period, end - period, end, "ok") for end in ended]
+    found = loadgen.summary(samples, 1.0, 31.0, None)
+    assert found["seconds"] == 30.0 and 0 < found["rate_error"] < 0.01
+    assert abs(found["requests_per_s"] / 30.3 - 1) < found["rate_error"]
 
 
 def test_a_quantile_is_a_value_that_was_measured() -> None:
