@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
-from widebeam.blocking import LoopThread
+from widebeam.blocking import LoopClosed, LoopThread
 
 
 def test_loop_thread_returns_raises_and_closes() -> None:
@@ -54,3 +55,25 @@ def test_closing_a_loop_thread_cancels_what_runs() -> None:
     thread.run(start())
     thread.close()
     assert outcome == ["cancelled"]
+
+
+def test_what_comes_beside_a_close_ends() -> None:
+    """A coroutine is done, cancelled or refused, and nobody waits for ever."""
+    for _ in range(50):
+        thread = LoopThread()
+        outcomes: list[str] = []
+
+        def calls(thread: LoopThread = thread, outcomes: list[str] = outcomes) -> None:
+            try:
+                while True:
+                    thread.run(asyncio.sleep(0))
+            except LoopClosed as error:
+                outcomes.append(str(error))
+
+        callers = [threading.Thread(target=calls, daemon=True) for _ in range(4)]
+        closers = [threading.Thread(target=thread.close, daemon=True) for _ in range(2)]
+        for one in (*callers, *closers):
+            one.start()
+        for one in (*callers, *closers):
+            one.join(30)
+        assert outcomes == ["this event loop is closed"] * 4

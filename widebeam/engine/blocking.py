@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from widebeam.blocking import LoopThread
+from widebeam.blocking import LoopClosed, LoopThread
 from widebeam.engine.admission import make_params
 from widebeam.engine.request import SearchResult
-from widebeam.errors import InvalidRequest, Overloaded
+from widebeam.errors import EngineDead, InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -20,10 +21,20 @@ T = TypeVar("T")
 
 
 class Blocking:
-    """Runs an engine's coroutines on an event loop of its own, and starts the engine when first needed."""
+    """Runs an engine's coroutines on an event loop of its own, and starts the engine when first needed.
 
-    _thread: LoopThread | None = None
+    May be shared by threads: the first call starts the engine, and those that come meanwhile wait for that.
+    """
+
     _loop: asyncio.AbstractEventLoop | None
+
+    def __init__(self) -> None:
+        self._thread: LoopThread | None = None
+        """While the engine runs on it."""
+        self._failure: Exception | None = None
+        """Of the last start that failed."""
+        self._changing = threading.RLock()
+        """Held by a start and by a close. A signal's handler may close in the middle of either."""
 
     def generate(self, prompt: Prompt | Seq[Prompt], **params: Any) -> SearchResult | list[SearchResult]:
         """Search and block until done. Raises RequestError; one failing prompt fails all.
@@ -63,26 +74,43 @@ class Blocking:
 
         An engine that runs on somebody's event loop already refuses: await there.
         """
-        if self._thread is None:
-            if self._loop is not None:
-                coroutine.close()
-                raise RuntimeError("this engine runs on an event loop already: await there")
-            self._thread = LoopThread("widebeam-engine")
-            try:
-                self._thread.run(cast("Engine", self).start())
-            except BaseException:
-                coroutine.close()
-                self._end_thread()
-                raise
-        return self._thread.run(coroutine)
+        try:
+            thread = self._thread or self._start_once()
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            return thread.run(coroutine)
+        except LoopClosed:
+            raise EngineDead("the engine has stopped") from None
 
     def close(self) -> None:
-        """Stop an engine that `run` or `generate` started."""
-        if self._thread is not None:
-            self._thread.run(cast("Engine", self).stop())
-            self._end_thread()
+        """Stop an engine that `run` or `generate` started, or is starting; their calls on other threads fail."""
+        with self._changing:
+            thread = self._thread
+            if thread is not None:
+                thread.run(cast("Engine", self).stop())
+                thread.close()
+                self._thread = self._loop = None
 
-    def _end_thread(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
-        self._thread = self._loop = None
+    def _start_once(self) -> LoopThread:
+        """The thread of an engine that runs. Raises what its start does, also where another thread's call made it."""
+        before = self._failure
+        with self._changing:
+            if self._thread is not None:
+                return self._thread
+            if self._failure is not None and self._failure is not before:
+                raise self._failure
+            if self._loop is not None:
+                raise RuntimeError("this engine runs on an event loop already: await there")
+            thread = LoopThread("widebeam-engine")
+            try:
+                thread.run(cast("Engine", self).start())
+            except BaseException as error:
+                thread.close()
+                self._loop = None
+                if isinstance(error, Exception):  # after an interrupt of this thread alone, the next one tries
+                    self._failure = error
+                raise
+            self._thread = thread
+            return thread

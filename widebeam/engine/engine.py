@@ -56,6 +56,7 @@ class Engine(Searching, Recommending, Blocking):
     """
 
     def __init__(self, config: EngineConfig | str, **settings: Any) -> None:
+        super().__init__()
         base = {"model": config} if isinstance(config, str) else msgspec.to_builtins(config)
         self.config: EngineConfig = convert(base | settings, EngineConfig)
         self.catalogs = Catalogs(self.config.catalog_history, self.config.default_catalog)
@@ -64,6 +65,8 @@ class Engine(Searching, Recommending, Blocking):
         self.staged: StagedCatalogs
         """How several engines change one together. From then, too."""
         self.state: State = "starting"
+        self._may_start = True
+        """Nobody has started it, or what was tried failed before the model was loaded."""
         self.model_config: ModelConfig
         self.max_context_len = 0
         self._prompts = Prompts(None)
@@ -81,9 +84,11 @@ class Engine(Searching, Recommending, Blocking):
     # Life cycle
 
     async def start(self) -> None:
-        """Load everything; returns when the engine can search. Raises StartupError, and EngineDead if it has run."""
-        if hasattr(self, "_budgets"):
+        """Load everything; returns when the engine can search. Raises StartupError, and EngineDead if it starts or has
+        started already."""
+        if not self._may_start:
             raise EngineDead(f"the engine is {self.state}: one starts only once, make another")
+        self._may_start = loaded = False
         self.state = "starting"  # also after a start that failed
         self._loop = asyncio.get_running_loop()
         self.died = asyncio.Event()
@@ -100,13 +105,14 @@ class Engine(Searching, Recommending, Blocking):
             self.staged = StagedCatalogs(self.catalogs, self.live)
             read = [await self.live.read(file, name) for name, file in files.items()]  # a wrong one ends the start now
             self._worker = Worker(lambda: self._build(folder), self._deliver, self._on_death)
+            self._watchdog = Watchdog(lambda: self._worker.busy, self.config.hang_timeout_s, self._worker.give_up)
             if self.config.tensor_parallel_size > 1 and torchrun_place(self.config) is None:
                 self._followers = Followers(self.config, folder, self._worker.give_up)
                 await asyncio.to_thread(self._followers.start)
             self._worker.start()
-            self._watchdog = Watchdog(lambda: self._worker.busy, self.config.hang_timeout_s, self._worker.give_up)
             self._watchdog.start()
             self._runtime = await self._when_ready()
+            loaded = True
             self._limits = Limits.of(
                 self.config, self.model_config, self.tokenizer, self.max_context_len, self._runtime.limits
             )
@@ -117,11 +123,12 @@ class Engine(Searching, Recommending, Blocking):
             self.catalogs.none_is_first()
             if self.config.watch_catalogs:
                 self.live.watch(self.config.watch_interval_s)
+            if self.state != "starting":
+                raise EngineDead("the engine was stopped while it started")
         except BaseException:
             await self.stop()
+            self._may_start = not loaded
             raise
-        if self.state != "starting":
-            raise EngineDead("the engine was stopped while it started")
         log_start(self)
         self.state = "ready"
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.template import HistoryPrompt
-from widebeam.errors import InvalidRequest
+from widebeam.errors import EngineDead, InvalidRequest
 from widebeam.model.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -95,4 +95,8 @@ class Prompts:
         return self.tokenizer
 
     async def _off_loop(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        except RuntimeError:  # `close` came first
+            raise EngineDead("the engine has stopped") from None
+        return await running
