@@ -132,9 +132,13 @@ def test_a_catalog_is_built_and_grows(tmp_path: Path, here: Command) -> None:
     assert (report["items"], report["sids"]) == (90, 90) and report["device_bytes"] > 90 * 20
     done = here("catalog", "validate", file)
     assert done.returncode == 0 and "90 items under 90 SIDs" in done.stdout
-    done = here("catalog", "assign", "--codebooks", tmp_path / "out", "--embeddings", tmp_path / "new.npy")
+    assign = ("catalog", "assign", "--codebooks", tmp_path / "out", "--embeddings", tmp_path / "new.npy")
+    done = here(*assign)
+    assert (done.returncode, done.stdout) == (2, "") and "--ids is needed: new.npy has no ids" in done.stderr
+    (tmp_path / "ids.txt").write_text("0\n1\n200\n")
+    done = here(*assign, "--ids", tmp_path / "ids.txt")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["item_id"] for row in rows] == [0, 1, 2] and {len(row["sid"]) for row in rows} == {3}
+    assert [row["item_id"] for row in rows] == [0, 1, 200] and {len(row["sid"]) for row in rows} == {3}
 
 
 def test_levels_of_too_few_codes_are_warned_of(tmp_path: Path, here: Command) -> None:

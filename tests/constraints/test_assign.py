@@ -33,8 +33,33 @@ def test_the_same_vectors_get_the_same_sids(
     monkeypatch.setattr(kmeans, "BLOCK", 1000)
     rows = np.random.default_rng(0).permutation(ITEMS)[:250]
     np.save(tmp_path / "some.npy", vectors[rows])
+    (tmp_path / "ids.txt").write_text("".join(f"{row}\n" for row in rows))
     _, codes, _ = read(built)
-    assert list(assigned(built, tmp_path / "some.npy").values()) == codes[rows].tolist()
+    sids = assigned(built, tmp_path / "some.npy", ids=str(tmp_path / "ids.txt"))
+    assert list(sids) == rows.tolist() and list(sids.values()) == codes[rows].tolist()
+
+
+def test_numbers_of_rows_are_no_ids_of_other_items(built: Path, vectors: np.ndarray, tmp_path: Path) -> None:
+    """They would be replaced. Where no id is the same, or the catalog is not there, rows are numbered."""
+    new, folder = tmp_path / "new.npy", tmp_path / "made"
+    np.save(new, vectors[:5])
+    written = tmp_path / "out.parquet"
+    for given in ({}, {"output": str(written)}):
+        with pytest.raises(
+            ConfigError, match=r"--ids is needed: new.npy has no ids, and 5 of its row numbers 0 to 4 are"
+        ):
+            assigned(built, new, **given)
+    assert not written.exists()
+    shutil.copytree(built, folder)
+    table = pq.read_table(folder / "items.parquet")
+    for ids in (pa.array([f"item-{row}" for row in range(ITEMS)]), pa.array(range(5, 5 + ITEMS))):
+        pq.write_table(table.set_column(0, "item_id", ids), folder / "items.parquet")
+        assert list(assigned(folder, new)) == [0, 1, 2, 3, 4]
+    pq.write_table(table.set_column(0, "item_id", pa.array(range(4, 4 + ITEMS))), folder / "items.parquet")
+    with pytest.raises(ConfigError, match="and 1 of its row numbers 0 to 4 are ids"):
+        assigned(folder, new)
+    (folder / "items.parquet").unlink()
+    assert list(assigned(folder, new)) == [0, 1, 2, 3, 4]
 
 
 def test_new_items_take_the_next_numbers_and_known_ones_keep_theirs(vectors: np.ndarray, tmp_path: Path) -> None:
@@ -87,7 +112,8 @@ def test_what_is_written_means_the_same_anywhere(
     np.save(np_file, vectors[:5])
     header = json.loads((folder / "catalog.json").read_text()) | {"template": {"prefix": "watched "}, "version": 4}
     (folder / "catalog.json").write_text(json.dumps(header))
-    assigned(folder, np_file, output=str(tmp_path / "alone" / "assigned.parquet"))
+    (tmp_path / "ids.txt").write_text("0\n1\n2\n3\n4\n")
+    assigned(folder, np_file, ids=str(tmp_path / "ids.txt"), output=str(tmp_path / "alone" / "assigned.parquet"))
     shutil.copy(folder / "items.parquet", tmp_path / "alone")
     wanted = Catalog.load(folder / "items.parquet", token_id=token_of)
     assert wanted.template is not None and wanted.header.version == 4

@@ -38,7 +38,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     embeddings: str
     """File of the new items' embeddings, as for build."""
     ids: str | None = None
-    """As for build."""
+    """As for build; needed where the numbers of the rows are ids of the catalog beside the codebooks."""
     column: str | None = None
     """As for build."""
     output: str | None = None
@@ -49,7 +49,8 @@ def assign(options: Assign) -> pa.Table:
     """`item_id`, `sid` and metadata of the new items: at each level the nearest centroid.
 
     After a `--dedup` build an item gets the next free number of its SID; one that the catalog has under the same SID
-    keeps its number. Raises CatalogError or ConfigError.
+    keeps its number. An id that the catalog has means that item, so that rows without ids may get none of those.
+    Raises CatalogError or ConfigError.
     """
     folder, path = Path(options.codebooks), Path(options.embeddings)
     report, codebooks = read_codebooks(folder)
@@ -58,6 +59,8 @@ def assign(options: Assign) -> pa.Table:
         embeddings = read_embeddings(path, ids=options.ids, column=options.column, scratch=scratch)
         if embeddings.dim != report.dim:
             raise ConfigError(f"{path.name} has {embeddings.dim} dimensions, the codebooks in {folder} {report.dim}")
+        if embeddings.numbered:
+            _check_new(folder / ITEMS, embeddings.table.column("item_id"), path.name)
         check_values(embeddings, path.name)
         codes, _ = encode(embeddings, codebooks)
         if report.dedup_codes is not None:
@@ -96,16 +99,37 @@ def read_codebooks(folder: Path) -> tuple[BuildReport, list[np.ndarray]]:
     return report, np.split(rows, ends[:-1])
 
 
+def _check_new(catalog: Path, item_ids: pa.ChunkedArray, name: str) -> None:
+    """Raise ConfigError if the catalog has items of ids that are mere numbers of rows: they would be replaced."""
+    if not catalog.exists():
+        return
+    known = int((_rows_of(item_ids, _read_known(catalog, ["item_id"])) >= 0).sum())
+    if known:
+        raise ConfigError(
+            f"--ids is needed: {name} has no ids, and {known:,} of its row numbers 0 to {len(item_ids) - 1:,} are ids "
+            f"of other items in {catalog}"
+        )
+
+
+def _read_known(catalog: Path, columns: list[str]) -> pa.Table:
+    return read_columns(open_parquet(catalog, catalog.name), catalog.name, columns)
+
+
+def _rows_of(item_ids: pa.ChunkedArray, known: pa.Table) -> np.ndarray:
+    """The catalog's row of each id, -1 for one that it does not have."""
+    at = pc.index_in(item_ids.cast(pa.large_string()), known.column("item_id").cast(pa.large_string()))
+    return at.fill_null(-1).to_numpy()
+
+
 def _numbers(catalog: Path, item_ids: pa.ChunkedArray, codes: np.ndarray, limit: int) -> np.ndarray:
     """The last code of each new item, by what the catalog's items have."""
     if not catalog.exists():
         raise CatalogError(f"{catalog} is missing; which numbers are taken can be known from it alone")
-    table = read_columns(open_parquet(catalog, catalog.name), catalog.name, ["item_id", "sid"])
+    table = _read_known(catalog, ["item_id", "sid"])
     known = pc.list_flatten(table.column("sid")).to_numpy().reshape(len(table), -1)
     if known.shape[1] != codes.shape[1] + 1:
         raise CatalogError(f"{catalog.name} has SIDs of {known.shape[1]} levels, not {codes.shape[1] + 1}")
-    at = pc.index_in(item_ids.cast(pa.large_string()), table.column("item_id").cast(pa.large_string()))
-    rows = at.fill_null(-1).to_numpy()
+    rows = _rows_of(item_ids, table)
     same = (rows >= 0) & (known[rows, :-1] == codes).all(axis=1)
     given = np.where(same, known[rows, -1], -1)
     stays = np.ones(len(known), bool)

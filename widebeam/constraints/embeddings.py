@@ -39,6 +39,8 @@ class Embeddings:
     """[items, dim]; float16, float32 or float64, memory-mapped."""
     table: pa.Table
     """`item_id` and metadata, a row for each vector."""
+    numbered: bool = False
+    """The ids are the numbers of the rows, as none were given."""
 
     def __len__(self) -> int:
         return len(self.vectors)
@@ -74,7 +76,7 @@ def read_embeddings(path: Path, *, ids: str | None, column: str | None, scratch:
         if column is not None:
             raise CatalogError(f"{path.name} is no parquet file: it has no column {column!r}")
         table = pa.table({"item_id": _numbered(len(vectors)) if ids is None else _ids_of_file(Path(ids), len(vectors))})
-        return Embeddings(vectors, table)
+        return Embeddings(vectors, table, numbered=ids is None)
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror or error}") from None
 
