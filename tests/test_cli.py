@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from widebeam.catalogs import Inspect, Validate
-from widebeam.cli import main
+from widebeam.cli import OPENMP, main
 from widebeam.config import ELSEWHERE, Config, EngineConfig, ServerConfig
 from widebeam.constraints.assign import Assign
 from widebeam.constraints.build import Build
@@ -38,11 +39,11 @@ class Done:
     stderr: str
 
 
-def widebeam(*arguments: object) -> Done:
+def widebeam(*arguments: object, env: dict[str, str] | None = None) -> Done:
     """A process of its own, which takes seconds to import what it needs: for what that makes different."""
     done = subprocess.run(
         [sys.executable, "-m", "widebeam", *map(str, arguments)], cwd=ROOT, text=True, capture_output=True, check=False,
-        timeout=100,
+        timeout=100, env=env,
     )  # fmt: skip
     return Done(done.returncode, done.stdout, done.stderr)
 
@@ -91,6 +92,19 @@ def test_bad_requests_and_starts_are_one_line(checkpoint: Path, tmp_path: Path, 
     assert done.returncode == 2 and "no model" in done.stderr
     done = here("srve")
     assert done.returncode == 2 and "srve" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("own", "spins"), [({}, False), ({"OMP_WAIT_POLICY": "ACTIVE"}, True), ({"OMP_NUM_THREADS": "2"}, True)]
+)
+def test_waiting_threads_of_a_server_sleep(own: dict[str, str], spins: bool, tmp_path: Path) -> None:
+    """Asked of the OpenMP that torch brings, GNU's, once the server has loaded it."""
+    rest = {name: value for name, value in os.environ.items() if name not in OPENMP}
+    done = widebeam("serve", tmp_path / "nothing", "--port", 0, env=rest | own | {"OMP_DISPLAY_ENV": "VERBOSE"})
+    shown = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if shown is None:
+        pytest.skip("torch brings another OpenMP")
+    assert (int(shown[1]) > 0) == spins
 
 
 def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_path: Path, here: Command) -> None:

@@ -234,6 +234,13 @@ def test_the_client_examples_run(service: Service, capsys: pytest.CaptureFixture
     assert re.fullmatch("[0-9a-f]{64} 3", session)
 
 
+def test_the_example_of_openais_sdk_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = BLOCK.findall(section(API, "POST /v1/chat/completions"))
+    (code,) = (text for language, _, text in blocks if language == "python")
+    exec(compile(code.replace("http://127.0.0.1:8000", service.url), "docs/api.md", "exec"), {})
+    assert len(ast.literal_eval(capsys.readouterr().out)) == 2
+
+
 # What docs/history.md shows
 
 

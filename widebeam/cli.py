@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from widebeam.errors import RequestError, StartupError
 
+OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables by which a user has said how torch's threads on a CPU share its cores."""
+
 USAGE = """usage: widebeam COMMAND ...
 
   serve MODEL [flags]                      serve a checkpoint over HTTP
@@ -33,6 +36,7 @@ answer is for a model of Qwen3-1.7B's shape. Nothing is loaded or changed. The e
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit: 0 fine, 1 the request or the file that it validates is wrong, or nobody reads what is
     printed, 2 it cannot start."""
+    _share_cores()
     try:
         try:
             status = _run(sys.argv[1:] if argv is None else argv)
@@ -42,6 +46,13 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)
+
+
+def _share_cores() -> None:
+    """Have OpenMP's threads, from torch's first import on, sleep while they wait for each other. By default they spin:
+    where anything else wants the cores, that keeps from running what they wait for."""
+    if not any(name in os.environ for name in OPENMP):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def _run(arguments: list[str]) -> int:

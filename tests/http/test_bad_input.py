@@ -36,6 +36,7 @@ CASES: list[tuple[str, Any, str, str | None]] = [
     (GENERATE, {"input_ids": []}, "empty_prompt", "input_ids"),
     (CHAT, {"messages": []}, "invalid_request", "messages"),
     (CHAT, {"input_ids": []}, "empty_prompt", "input_ids"),
+    (CHAT, {"input_ids": [], "messages": []}, "empty_prompt", "input_ids"),
     # no prompt, or two
     (RECOMMEND, {}, "invalid_request", "history"),
     (RECOMMEND, {"history": [], "prompt": "a"}, "invalid_request", "prompt"),

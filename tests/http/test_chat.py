@@ -257,6 +257,11 @@ def test_input_ids_bypass_the_template(service: Service) -> None:
     by_ids = service.post("/v1/chat/completions", {"input_ids": ids, "n": 2}).json
     by_messages = service.post("/v1/chat/completions", {"messages": MESSAGES, "n": 2}).json
     assert by_ids["choices"] == by_messages["choices"]
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="unused", max_retries=0) as sdk:
+        by_sdk = sdk.chat.completions.create(model="m", messages=[], n=2, extra_body={"input_ids": ids})
+    assert [choice.message.content for choice in by_sdk.choices] == [
+        choice["message"]["content"] for choice in by_ids["choices"]
+    ]
     both = service.post("/v1/chat/completions", {"input_ids": ids, "messages": MESSAGES})
     assert both.status == 400
     assert set(both.json) == {"error"} and set(both.json["error"]) == {"message", "type", "param", "code"}

@@ -75,7 +75,7 @@ async def chat_completions(request: web.Request) -> web.Response:
 def _names(body: ChatRequest) -> dict[str, str]:
     return search_names(
         body,
-        input_ids="input_ids" if body.messages is None else "messages",
+        input_ids="messages" if body.input_ids is None else "input_ids",
         max_new_tokens="max_tokens" if body.max_tokens and not body.max_completion_tokens else "max_completion_tokens",
     )
 
@@ -99,8 +99,8 @@ async def _run(
 def _check(body: ChatRequest) -> None:
     check_fields(body, CHAT_NEUTRAL)
     check_messages(body.messages or [])
-    if (body.messages is None) == (body.input_ids is None):
-        raise InvalidRequest("give exactly one of messages and input_ids", param="messages")
+    if bool(body.messages) == (body.input_ids is not None):
+        raise InvalidRequest("give exactly one of messages, at least one, and input_ids", param="messages")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
 

@@ -67,7 +67,8 @@ class OpenAIMessage(ChatMessage, kw_only=True, forbid_unknown_fields=True):
     """A turn as the SDK writes it, with the fields that it leaves empty for plain text."""
 
 
-OpenAIMessages = Annotated[list[OpenAIMessage], Meta(min_length=1, max_length=4096)]
+MAX_MESSAGES = 4096
+OpenAIMessages = Annotated[list[OpenAIMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class TemplateOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -129,7 +130,8 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions. Exactly one of `messages` and `input_ids` is given."""
 
-    messages: OpenAIMessages | None = None
+    messages: Annotated[list[OpenAIMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    """Empty is as if not given: OpenAI's SDK sends no body without it."""
     input_ids: PromptIds | None = None
     """The prompt as token ids; no chat template."""
     max_completion_tokens: Levels | None = None
