@@ -19,7 +19,8 @@ from widebeam.engine.advance import advance
 from widebeam.engine.compile import EAGER
 from widebeam.engine.core import Core
 from widebeam.engine.flight import unpack
-from widebeam.engine.search import collect, send_masks, wave_data
+from widebeam.engine.packing import collect
+from widebeam.engine.search import send_masks, wave_data
 from widebeam.engine.state import BeamState
 from widebeam.engine.wave import Search, Wave
 from widebeam.model.layers import float32_linear

@@ -282,14 +282,17 @@ class Engine(Searching, Recommending, Blocking):
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         """Called on the GPU thread: one wake-up of the loop for a whole wave."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._waiting.resolve, outcomes)
+        self._on_loop(self._waiting.resolve, outcomes)
 
     def _on_death(self) -> None:
         """Called on any thread."""
         self.state = "dead"
+        self._on_loop(self._answer_everybody)
+
+    def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        """Have the event loop call this, if it still runs."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._answer_everybody)
+            self._loop.call_soon_threadsafe(function, *args)
 
     def _answer_everybody(self) -> None:
         self._waiting.answer_all(EngineDead("the GPU thread died"))

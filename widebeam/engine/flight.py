@@ -56,6 +56,11 @@ class Clock:
         if not isinstance(event, float):
             event.synchronize()
 
+    def wait_for_all(self) -> None:
+        """Until the device has run what was launched so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def elapsed_ms(self, first: int, last: int) -> float:
         start, end = self._marks[first], self._marks[last]
         if isinstance(start, float) or isinstance(end, float):
@@ -116,7 +121,6 @@ def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outco
     ended = time.monotonic()
     outcomes = []
     for job, sequences, levels in zip(jobs, result.outcomes, result.levels, strict=True):
-        search = job.search
         if isinstance(sequences, RequestError):
             outcomes.append(Outcome(job, sequences))
             continue
@@ -126,26 +130,29 @@ def _outcomes(jobs: list[Job], result: WaveResult, started: float) -> list[Outco
             decode=result.decode_ms,
             total=(ended - job.submitted_at) * 1e3,
         )
-        outcomes.append(
-            Outcome(
-                job,
-                SearchResult(
-                    request_id=search.request_id,
-                    sequences=sequences,
-                    prompt_tokens=search.num_tokens,
-                    cached_tokens=search.num_cached,
-                    widths=search.widths,
-                    normalizer=search.normalizer,
-                    catalog=search.catalog.name if search.catalog else None,
-                    catalog_version=search.catalog.version if search.catalog else None,
-                    timing_ms=timing,
-                    warnings=list(job.warnings),
-                    levels=levels,
-                    mask=search.mask,
-                ),
-            )
-        )
+        outcomes.append(Outcome(job, search_result(job, sequences, timing, levels)))
     return outcomes
+
+
+def search_result(
+    job: Job, sequences: list[Sequence], timing: Timing, levels: list[LevelBeams] | None = None
+) -> SearchResult:
+    """What a job's caller gets."""
+    search = job.search
+    return SearchResult(
+        request_id=search.request_id,
+        sequences=sequences,
+        prompt_tokens=search.num_tokens,
+        cached_tokens=search.num_cached,
+        widths=search.widths,
+        normalizer=search.normalizer,
+        catalog=search.catalog.name if search.catalog else None,
+        catalog_version=search.catalog.version if search.catalog else None,
+        timing_ms=timing,
+        warnings=list(job.warnings),
+        levels=levels,
+        mask=search.mask,
+    )
 
 
 def unpack(

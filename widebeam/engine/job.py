@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from widebeam.engine.request import SearchResult
@@ -34,6 +34,8 @@ class Job:
     """Not in a wave yet. Written by the GPU thread."""
     overtaken_s: float = 0.0
     """Time for which waves headed by younger jobs have run while this one waited."""
+    grown: Callable[[SearchResult], None] | None = None
+    """Takes its texts as they are between pieces of the search. Called on the GPU thread, must not block."""
 
     @property
     def levels(self) -> int:

@@ -59,7 +59,7 @@ class Leader:
             between.run_others()
             self._ranks.commands.send(Answer(False))  # that was the last of them
 
-        return Between(lambda: told(between.wanted), lambda: told(between.others_wait), run_others)
+        return Between(lambda: told(between.wanted), lambda: told(between.others_wait), run_others, between.grown)
 
     def reserve(self, core: Core, catalog: Catalog) -> None:
         """Followers give the version the range that it has here."""

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from widebeam.engine.core import Core
-from widebeam.engine.staging import Parts
+from widebeam.engine.shapes import depth_rung
+from widebeam.engine.staging import HostCopy, Parts
 from widebeam.engine.state import BeamState
+from widebeam.engine.wave import Wave
+
+
+def collect(core: Core, wave: Wave) -> HostCopy:
+    """Follow the finished sequences' paths through the history and send it all home, as `flight.unpack` takes it."""
+    sizes = wave.places, depth_rung(wave.num_levels)
+    core.programs.pack(core, *sizes)
+    return HostCopy(core.state.home, parts(core.state, *sizes))
 
 
 def parts(state: BeamState, places: int, levels: int) -> Parts:
@@ -48,6 +57,15 @@ def pack(core: Core, places: int, levels: int) -> None:
     )
     flat = torch.cat([part.view(torch.int32).flatten() for part in found])
     state.home[: len(flat)].copy_(flat)
+
+
+def growing(core: Core, wave: Wave, level: int) -> HostCopy:
+    """The rows that go on to this level, at home: their tokens and log-probabilities so far, [level, R], and cum_R,
+    which is -inf where there is none."""
+    state, rows = core.state, wave.decoded(level)
+    path_LR = state.path_RJ[:rows, :level].t().long()
+    token_LR, logprob_LR = (history[:level].gather(1, path_LR) for history in (state.token_JR, state.logprob_JR))
+    return HostCopy.of([token_LR, logprob_LR, state.cum_R[:rows]])
 
 
 def _spelled(history_LF: Tensor, before_LF: Tensor, last_F: Tensor, last_LF: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -109,8 +110,9 @@ class Sequence(msgspec.Struct, kw_only=True):
     cum_logprob: float
     score: float
     """cum_logprob / len(token_ids) ** length_penalty; results are sorted by it, best first."""
-    finish_reason: FinishReason
-    """stop: ended by a stop token; item: spells a whole SID of the catalog; length: the last level was reached."""
+    finish_reason: FinishReason | None
+    """stop: ended by a stop token; item: spells a whole SID of the catalog; length: the last level was reached. None:
+    it still grows, which only a `Follower` sees."""
     node: int = -1
     """Catalog node that the sequence ends at; -1 without a catalog."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -161,3 +163,8 @@ class SearchResult(msgspec.Struct, kw_only=True):
     def completion_tokens(self) -> int:
         """Tokens of all returned sequences, as SGLang and OpenAI count them."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+Follower = Callable[[SearchResult], Awaitable[bool]]
+"""Sees the texts of a search as they are, between pieces of it: without likely tokens and beams by level. Whether that
+is enough: then the search ends, with what was seen last as its result."""

@@ -19,11 +19,12 @@ from widebeam.constraints.arena import DeviceTrie
 from widebeam.constraints.trie import Masks
 from widebeam.engine.core import Core
 from widebeam.engine.flight import Clock, LaunchedWave
-from widebeam.engine.packing import parts
+from widebeam.engine.growth import Growth
+from widebeam.engine.packing import collect, growing
 from widebeam.engine.pruning import Pruning
 from widebeam.engine.sampling import draws_of, sample
-from widebeam.engine.shapes import GROUP_TOKENS, context_splits, depth_rung, token_rung
-from widebeam.engine.staging import HostCopy, to_device
+from widebeam.engine.shapes import GROUP_TOKENS, context_splits, token_rung
+from widebeam.engine.staging import to_device
 from widebeam.engine.state import DecodedRows, Noise, PackedPrompts, WaveData
 from widebeam.engine.step import Reuse, prompt_body, prompt_last
 from widebeam.engine.trace import Trace
@@ -43,6 +44,8 @@ class Between(NamedTuple):
     """Whether shorter waves wait that could run now."""
     run_others: Callable[[], None] = lambda: None
     """Launch them. They find all buffers free but the pages and slots that are leased."""
+    grown: Callable[[Growth], None] | None = None
+    """Takes the texts of a wave as they are, if somebody follows them."""
 
 
 ALONE = Between()
@@ -60,7 +63,7 @@ def launch_wave(core: Core, wave: Wave, trie: DeviceTrie | None, between: Betwee
     select = selection(core, wave, data, trie, trace)
     select(0)
     clock.mark()
-    cut_short = launch_levels(core, wave, data, select, between)
+    cut_short = launch_levels(core, wave, data, select, between, clock)
     clock.mark()
     home, traced = collect(core, wave), trace.collect() if trace else None
     clock.mark()
@@ -87,7 +90,9 @@ def selection(
     return select
 
 
-def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int], None], between: Between) -> bool:
+def launch_levels(
+    core: Core, wave: Wave, data: WaveData, select: Callable[[int], None], between: Between, clock: Clock
+) -> bool:
     """All levels but the first; whether some were left out because nobody wanted the results any more."""
     planned: tuple[int, list[int]] | None = None
     for level in range(1, wave.num_levels):
@@ -96,6 +101,8 @@ def launch_levels(core: Core, wave: Wave, data: WaveData, select: Callable[[int]
                 return True
             if not bool((core.state.cum_R[: wave.decoded(level)] > -torch.inf).any()):
                 break
+            if between.grown:
+                between.grown(Growth(wave, level, clock, collect(core, wave), growing(core, wave, level)))
             if between.others_wait():
                 put_back = core.state.set_aside(wave.requests, wave.places, wave.num_levels, wave.noisy)
                 between.run_others()
@@ -239,10 +246,3 @@ def contexts(searches: list[Search]) -> tuple[list[int], list[list[int]]]:
     """Length and pages of each request's context."""
     pages = [search.lease.pages if search.lease else [] for search in searches]
     return [search.num_tokens for search in searches], pages
-
-
-def collect(core: Core, wave: Wave) -> HostCopy:
-    """Follow the finished sequences' paths through the history and send it all home, as `flight.unpack` takes it."""
-    sizes = wave.places, depth_rung(wave.num_levels)
-    core.programs.pack(core, *sizes)
-    return HostCopy(core.state.home, parts(core.state, *sizes))

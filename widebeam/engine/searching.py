@@ -15,7 +15,7 @@ from widebeam.constraints.filter_spec import Filters
 from widebeam.constraints.filters import allowed_items
 from widebeam.engine.admission import admit, make_params
 from widebeam.engine.job import Job
-from widebeam.engine.request import SearchParams, SearchResult
+from widebeam.engine.request import Follower, SearchParams, SearchResult
 from widebeam.engine.results import no_result
 from widebeam.engine.wave import Search, narrowed
 from widebeam.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
@@ -28,11 +28,18 @@ class Searching:
     """Accepts searches, and gives each its outcome."""
 
     async def submit(
-        self, token_ids: Seq[int] | np.ndarray, params: SearchParams, *, catalog: Catalog | None = None
+        self,
+        token_ids: Seq[int] | np.ndarray,
+        params: SearchParams,
+        *,
+        catalog: Catalog | None = None,
+        follow: Follower | None = None,
     ) -> SearchResult:
         """Search. Cancelling the awaiting task cancels the request. Raises RequestError.
 
         `catalog`: the version to search, for a caller that has used it already; None: the current one by its name.
+        `follow`: sees texts while they grow, about every eight tokens, and may end them; not beams, of which nobody
+        knows before the end which ones stay (ValueError). It is awaited, and what comes meanwhile is passed over.
         """
         engine = cast("Engine", self)
         engine._check_ready()
@@ -40,6 +47,8 @@ class Searching:
         if asyncio.get_running_loop() is not engine._loop:
             raise RuntimeError("submit must run on the event loop that started the engine")
         search, warnings = _admit(engine, token_ids, params, catalog)
+        if follow is not None and not search.is_text:
+            raise ValueError("only texts can be followed, not beams")
         filters = params.filters
         engine._budgets.take(search, now)
         timeout = params.timeout_ms / 1e3 if params.timeout_ms else None
@@ -49,8 +58,9 @@ class Searching:
         try:
             async with asyncio.timeout(timeout):
                 if filters is None or await _narrow(job, filters, future):
+                    following = None if follow is None else _Following(engine, job, future, follow)
                     engine._worker.submit(job)
-                    result = await future
+                    result = await (future if following is None else following.result())
                 else:
                     result = no_result(search, warnings, (time.monotonic() - now) * 1e3)
             outcome = "ok"
@@ -86,6 +96,32 @@ class Searching:
         one that runs goes to the end of its wave or piece, and its result is dropped.
         """
         return cast("Engine", self)._waiting.abort(request_id)
+
+
+class _Following:
+    """A text, and who sees how it grows."""
+
+    def __init__(self, engine: Engine, job: Job, future: asyncio.Future[SearchResult], follow: Follower) -> None:
+        self._future, self._follow = future, follow
+        self._grown: SearchResult | None = None
+        self._news = asyncio.Event()
+        job.grown = lambda result: engine._on_loop(self._take, result)
+        future.add_done_callback(lambda _: self._news.set())
+
+    def _take(self, result: SearchResult) -> None:
+        self._grown = result
+        self._news.set()
+
+    async def result(self) -> SearchResult:
+        """What the search comes to, or what was enough. Raises what the search ends with."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._future.done():
+                return self._future.result()
+            assert self._grown is not None
+            if await self._follow(self._grown) and not self._future.done():
+                return self._grown
 
 
 def _admit(

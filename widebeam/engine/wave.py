@@ -83,6 +83,12 @@ class Search:
         return len(self.widths)
 
     @property
+    def is_text(self) -> bool:
+        """Its tokens stay as they come: it is drawn, or takes the most probable token each time."""
+        greedy = self.num_returned == self.join == 1 and max(self.widths) == 1
+        return self.catalog is None and (self.sampling is not None or greedy)
+
+    @property
     def beam_rows(self) -> int:
         """Most beams that are live at once; each holds a BeamKV slot a level."""
         return max((1, *self.widths[:-1]))

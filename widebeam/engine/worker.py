@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from widebeam.engine.core import FATAL
+from widebeam.engine.growth import Growth
 from widebeam.engine.inbox import Call, Inbox, Message
 from widebeam.engine.job import LEVEL_RUNGS, Job, Outcome
 from widebeam.engine.reader import Deliver, Progress, Reader, Step
@@ -240,8 +241,8 @@ class Worker:
             reader.add(flight)
 
     def _between(self, runtime: Runtime, jobs: list[Job], reader: Reader) -> Between:
-        """What a wave of these jobs does between its pieces: let short ones pass."""
-        held = self.scheduler.load(jobs)
+        """What a wave of these jobs does between its pieces: let short ones pass, and say how far its texts are."""
+        held, started = self.scheduler.load(jobs), time.monotonic()
 
         def others_wait() -> bool:
             self._activity.progressed()
@@ -257,7 +258,11 @@ class Worker:
                 if not (more and others_wait()):  # what is cut must be launched
                     return
 
-        return Between(others_wait=others_wait, run_others=run_others)
+        def grown(growth: Growth) -> None:
+            growth.tell(jobs, started)
+
+        followed = any(job.grown for job in jobs)
+        return Between(others_wait=others_wait, run_others=run_others, grown=grown if followed else None)
 
     def _take(self, runtime: Runtime, message: Job | Progress) -> None:
         if isinstance(message, Job):
