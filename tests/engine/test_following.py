@@ -38,9 +38,10 @@ async def engine(checkpoint: Path) -> AsyncIterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def runtime(checkpoint: Path) -> Runtime:
-    return make_runtime(checkpoint, max_levels=64, max_wave_rows=128, max_beam_width=64, beam_kv_tokens=6000)
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def runtime(request: pytest.FixtureRequest, checkpoint: Path) -> Runtime:
+    sizes = {"max_levels": 64, "max_wave_rows": 128, "max_beam_width": 64, "beam_kv_tokens": 6000}
+    return make_runtime(checkpoint, device=request.param, warmup="none", **sizes)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from msgspec import Meta
 
 from widebeam.errors import InvalidRequest
-from widebeam.http.body import Neutral, decode, event_stream, known_fields, refuse_unsupported
+from widebeam.http.body import Neutral, decode, known_fields, refuse_unsupported
 from widebeam.http.catalog_protocol import RollBack
 from widebeam.http.openai import ChatRequest
 from widebeam.http.protocol import RecommendRequest
@@ -160,9 +160,3 @@ def test_values_of_fields_without_effect(name: str, value: str, fine: bool) -> N
 
 def test_a_label_may_hold_anything() -> None:
     refuse_unsupported(decode(DECODER, b'{"tag": {"team": ["a", 1]}}'), OFF)
-
-
-def test_event_stream_has_one_line_for_each_event() -> None:
-    response = event_stream([{"text": "a\nb"}, {"text": ""}])
-    assert response.body == b'data: {"text":"a\\nb"}\n\ndata: {"text":""}\n\ndata: [DONE]\n\n'
-    assert response.content_type == "text/event-stream"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Bpe
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from widebeam.http.stop_strings import UNFINISHED, Decode, Stop, find_stop, text_ends
+from widebeam.http.stop_strings import UNFINISHED, Decode, Stop, find_stop, settled, text_ends
 from widebeam.model.tokenizer import Tokenizer
 
 PIECES = ["aé", " 你", "你好", "😀", "ab", "b ", "c"]  # merged tokens, beside one for each byte
@@ -78,6 +78,34 @@ def test_found_as_defined(tokenizers: dict[str, Tokenizer], kind: str, data: st.
     assert find_stop(decode, ids, text, strings) == by_definition(decode, ids, strings)
     ends = text_ends(decode, ids)
     assert ends == [len(decode(ids[: i + 1]).rstrip(UNFINISHED)) for i in range(len(ids) - 1)] + [len(text)] * bool(ids)
+
+
+@pytest.mark.parametrize("kind", ["words", "bytes"])
+@settings(max_examples=200)
+@given(data=st.data())
+def test_what_is_settled_stays(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    """Of a text that grows token by token: it is never taken back, and a stop string is found where it is complete."""
+    tokenizer = tokenizers[kind]
+    size, decode = len(tokenizer), tokenizer.decode
+    favourites = range(7, 20) if kind == "words" else range(256, size)
+    ids = data.draw(st.lists(st.one_of(st.sampled_from(favourites), st.integers(0, size - 1)), min_size=1, max_size=20))
+    text = decode(ids)
+    parts = st.tuples(st.integers(0, len(text)), st.integers(1, 9)).map(lambda at: text[at[0] : sum(at)])
+    strings = data.draw(st.lists(parts.filter(bool), max_size=3))
+    stop = by_definition(decode, ids, strings)
+    end = text if stop is None else text[: stop.start]
+    before = ""
+    for count in range(1, len(ids)):
+        so_far = decode(ids[:count])
+        found = find_stop(decode, ids[:count], so_far.rstrip(UNFINISHED), strings)
+        if found is not None:
+            assert found == stop
+            return
+        stays = settled(so_far, strings)
+        assert stays.startswith(before) and end.startswith(stays)
+        assert len(stays) >= len(so_far.rstrip(UNFINISHED)) - max(map(len, strings), default=1) + 1
+        before = stays
+    assert stop is None or stop.num_tokens == len(ids)
 
 
 def test_a_string_over_tokens_and_inside_a_character(tokenizers: dict[str, Tokenizer]) -> None:

@@ -17,8 +17,8 @@ from yarl import URL
 
 from widebeam.deploy.ray_config import ROWS, RayConfig, deployment_options, engine_config, read_config, server_config
 from widebeam.errors import Conflict, how_to_install
+from widebeam.http.headers import ID_HEADER
 from widebeam.http.logs import configure
-from widebeam.http.middleware import ID_HEADER
 from widebeam.http.protocol import ErrorBody, ErrorInfo
 from widebeam.http.server import Server
 

@@ -137,9 +137,3 @@ def _among(value: Any, values: tuple[Any, ...]) -> bool:
 def json_response(content: Any, status: int = 200) -> web.Response:
     """One line of JSON."""
     return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
-
-
-def event_stream(events: list[Any]) -> web.Response:
-    """Server-sent events, ended by `[DONE]`. A search has one answer, so all events are known at once."""
-    body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-    return web.Response(body=body, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})

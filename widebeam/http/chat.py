@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,8 +12,8 @@ from msgspec import UNSET
 
 from widebeam.errors import InvalidRequest
 from widebeam.http.batches import told_as
-from widebeam.http.body import decode, event_stream, json_response, read_body, refuse_unsupported
-from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices, search_names
+from widebeam.http.body import decode, json_response, read_body, refuse_unsupported
+from widebeam.http.choices import Chunks, check_fields, choice_fields, plan_choices, search_names, unended
 from widebeam.http.keys import FACTS, adopt_id, limit_time, served_name, working_engine
 from widebeam.http.openai import (
     CHAT_NEUTRAL,
@@ -23,7 +24,6 @@ from widebeam.http.openai import (
     ChatResponse,
     Logprobs,
     OpenAIMessage,
-    OpenAIResponse,
     TemplateOptions,
     TokenLogprob,
     TopLogprob,
@@ -36,40 +36,67 @@ if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
     from widebeam.engine.request import SearchResult, Sequence
 
+    Grown = Callable[[SearchResult, list[ChatChoice]], None]
+
+ROLE = "assistant"
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
-async def chat_completions(request: web.Request) -> web.Response:
-    """One completion object, or with `stream` one chunk that holds all choices."""
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """One completion object, or with `stream` chunks: of texts as they grow, of beams one that holds all choices."""
     engine = working_engine(request)
     body = decode(_DECODER, await read_body(request))
     _check(body)
     request_id = adopt_id(request, body.rid)
     limit_time(request, body.timeout_ms)
+    head = ChatResponse(
+        id=request_id,
+        object="chat.completion.chunk" if body.stream else "chat.completion",
+        created=int(time.time()),
+        model=body.model or served_name(request),
+        choices=[],
+    )
+    chunks = Chunks(request, body.stream_options) if body.stream else None
+
+    def grown(result: SearchResult, choices: list[ChatChoice]) -> None:
+        if chunks is not None and (deltas := _deltas(chunks, choices, False)):
+            chunks.send(msgspec.structs.replace(head, choices=deltas), usage(result))
+
     with told_as(_names(body)):
-        thought, result, choices = await _run(request, engine, body, request_id)
+        thought, result, choices = await _run(request, engine, body, request_id, grown if body.stream else None)
     used = usage(result)
     if thought is not None:
         used = thought.usage(result)
         request[FACTS].add_earlier(thought.result)
-    answer = ChatResponse(
-        id=request_id,
-        object="chat.completion",
-        created=int(time.time()),
-        model=body.model or served_name(request),
+    answer = msgspec.structs.replace(
+        head,
         choices=choices,
         usage=used,
         warnings=result.warnings or UNSET,
         beam_details=UNSET if result.levels is None else result.levels,
     )
-    if not body.stream:
+    if chunks is None:
         if thought is not None and choices and choices[0].message:
             choices[0].message.reasoning_content = thought.text
         return json_response(answer)
-    deltas = [msgspec.structs.replace(choice, message=UNSET, delta=choice.message) for choice in choices]
-    chunk = msgspec.structs.replace(answer, object="chat.completion.chunk", choices=deltas, usage=UNSET)
-    parts: list[OpenAIResponse] = [chunk] if thought is None else [thought.chunk(answer), chunk]
-    return event_stream(chunks(parts, used, body.stream_options))
+    if thought is not None:
+        chunks.send(thought.chunk(head), used)
+    chunks.send(msgspec.structs.replace(answer, choices=_deltas(chunks, choices, True), usage=UNSET), used)
+    return await chunks.end(head, used)
+
+
+def _deltas(chunks: Chunks, choices: list[ChatChoice], last: bool) -> list[ChatChoice]:
+    """What choices have that was not sent, without those that have nothing new; at last, how all of them ended."""
+    deltas = []
+    for choice in choices:
+        tokens, role = choice.logprobs.content if choice.logprobs else [], UNSET if chunks.begun(choice.index) else ROLE
+        text, new = chunks.new(choice.index, choice.text, len(tokens))
+        if text or tokens[new] or last:
+            logprobs = Logprobs(content=tokens[new]) if choice.logprobs else None
+            said = AssistantMessage(content=text, role=role)
+            delta = msgspec.structs.replace(choice, message=UNSET, delta=said, logprobs=logprobs)
+            deltas.append(delta if last else unended(delta))
+    return deltas
 
 
 def _names(body: ChatRequest) -> dict[str, str]:
@@ -81,7 +108,7 @@ def _names(body: ChatRequest) -> dict[str, str]:
 
 
 async def _run(
-    request: web.Request, engine: Engine, body: ChatRequest, request_id: str
+    request: web.Request, engine: Engine, body: ChatRequest, request_id: str, grown: Grown | None
 ) -> tuple[Thought | None, SearchResult, list[ChatChoice]]:
     max_tokens = body.max_completion_tokens or body.max_tokens
     plan = plan_choices(
@@ -92,7 +119,7 @@ async def _run(
     thought = await think(request, engine, body, prompt_ids, plan)
     if thought is not None:
         prompt_ids = thought.prompt_ids
-    result, choices = await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, *found))
+    result, choices = await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, *found), grown)
     return thought, result, choices
 
 

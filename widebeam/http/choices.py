@@ -11,15 +11,17 @@ from msgspec import UNSET
 from widebeam.errors import InvalidRequest
 from widebeam.http.auth import tenant_salt
 from widebeam.http.body import Neutral, refuse_unsupported
-from widebeam.http.openai import ChoiceInfo, OpenAIFields, OpenAIResponse, StreamOptions
+from widebeam.http.openai import Choice, ChoiceInfo, OpenAIFields, OpenAIResponse, StreamOptions
 from widebeam.http.protocol import Usage
 from widebeam.http.sequences import Plan, Text, plan_search
+from widebeam.http.streaming import EventStream
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
     from widebeam.engine.request import SearchResult
 
-R = TypeVar("R", bound=OpenAIResponse)
+
+C = TypeVar("C", bound=Choice)
 
 
 def check_fields(body: OpenAIFields, neutral: Neutral) -> None:
@@ -63,7 +65,7 @@ def choice_fields(index: int, text: Text, result: SearchResult) -> dict[str, Any
     """The fields of `Choice`."""
     return {
         "index": index,
-        "finish_reason": "length" if text.sequence.finish_reason == "length" else "stop",
+        "finish_reason": "stop" if text.sequence.finish_reason == "item" else text.sequence.finish_reason,
         "matched_stop": text.matched,
         "sglext": ChoiceInfo(
             sequence_score=text.sequence.score,
@@ -73,12 +75,39 @@ def choice_fields(index: int, text: Text, result: SearchResult) -> dict[str, Any
     }
 
 
-def chunks(parts: list[R], usage: Usage, options: StreamOptions | None) -> list[R]:
-    """The parts as chunks, and if asked for one more with the usage and no choices."""
-    options = options or StreamOptions()
-    if not options.include_usage:
-        return parts
-    so_far = usage if options.continuous_usage_stats else None
-    told = [msgspec.structs.replace(part, usage=so_far) for part in parts]
-    last = msgspec.structs.replace(parts[-1], choices=[], usage=usage, warnings=UNSET, beam_details=UNSET)
-    return [*told, last]
+def unended(choice: C) -> C:
+    """The choice without how it ended, which the last chunk tells of all."""
+    return msgspec.structs.replace(choice, finish_reason=None, matched_stop=None)
+
+
+class Chunks:
+    """The answer as chunks, with usage as `stream_options` asks for it."""
+
+    def __init__(self, request: web.Request, options: StreamOptions | None) -> None:
+        self._events, self._options = EventStream(request), options or StreamOptions()
+        self._sent: dict[int, tuple[int, int]] = {}
+        """Characters and tokens of each choice that were sent."""
+
+    def new(self, index: int, text: str, tokens: int) -> tuple[str, slice]:
+        """What a choice of so much text and so many tokens has that was not sent."""
+        characters, before = self._sent.get(index, (0, 0))
+        if (len(text), tokens) != (characters, before):
+            self._sent[index] = len(text), tokens
+        return text[characters:], slice(before, tokens)
+
+    def begun(self, index: int) -> bool:
+        """Whether anything of a choice was sent."""
+        return index in self._sent
+
+    def send(self, chunk: OpenAIResponse, usage: Usage) -> None:
+        """`usage`: so far."""
+        if self._options.include_usage:
+            told = usage if self._options.continuous_usage_stats else None
+            chunk = msgspec.structs.replace(chunk, usage=told)
+        self._events.send(chunk)
+
+    async def end(self, last: OpenAIResponse, usage: Usage) -> web.StreamResponse:
+        """`last`: a chunk without choices, for the usage of all."""
+        if self._options.include_usage:
+            self._events.send(msgspec.structs.replace(last, usage=usage))
+        return await self._events.end()

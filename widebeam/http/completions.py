@@ -10,8 +10,8 @@ from aiohttp import web
 from msgspec import UNSET
 
 from widebeam.http.batches import Prompt, run_all, split_prompts, told_as
-from widebeam.http.body import decode, event_stream, json_response, read_body
-from widebeam.http.choices import check_fields, choice_fields, chunks, plan_choices, search_names
+from widebeam.http.body import decode, json_response, read_body
+from widebeam.http.choices import Chunks, check_fields, choice_fields, plan_choices, search_names, unended
 from widebeam.http.keys import adopt_id, limit_time, served_name, working_engine
 from widebeam.http.openai import (
     COMPLETION_NEUTRAL,
@@ -32,25 +32,45 @@ DEFAULT_TOKENS = 16
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
-async def completions(request: web.Request) -> web.Response:
-    """One object with the choices of all prompts; with `stream` a chunk for each prompt, when all are done."""
+async def completions(request: web.Request) -> web.StreamResponse:
+    """One object with the choices of all prompts; with `stream` chunks: of texts as they grow, and when all prompts are
+    done one for each."""
     engine = working_engine(request)
     body = decode(_DECODER, await read_body(request))
     check_fields(body, COMPLETION_NEUTRAL)
     prompts, batched = split_prompts(body.prompt, "prompt")
     request_id = adopt_id(request, body.rid)
     limit_time(request, body.timeout_ms)
-    with told_as(search_names(body, input_ids="prompt", max_new_tokens="max_tokens", top_logprobs="logprobs")):
-        plan = _plan(request, engine, body, request_id)
-        runs = [_run(request, engine, prompt, index, plan, body) for index, prompt in enumerate(prompts)]
-        found = await run_all(runs, batched)
-    total = usage(*(result for result, _ in found))
     head = CompletionResponse(
         id=request_id, created=int(time.time()), model=body.model or served_name(request), choices=[]
     )
-    if not body.stream:
+    chunks = Chunks(request, body.stream_options) if body.stream else None
+    with told_as(search_names(body, input_ids="prompt", max_new_tokens="max_tokens", top_logprobs="logprobs")):
+        plan = _plan(request, engine, body, request_id)
+        runs = [_run(request, engine, prompt, index, plan, body, chunks, head) for index, prompt in enumerate(prompts)]
+        found = await run_all(runs, batched)
+    total = usage(*(result for result, _ in found))
+    if chunks is None:
         return json_response(msgspec.structs.replace(_filled(head, found), usage=total))
-    return event_stream(chunks([_filled(head, [one]) for one in found], total, body.stream_options))
+    for result, choices in found:
+        chunks.send(_filled(head, [(result, _deltas(chunks, choices, True))]), total)
+    return await chunks.end(head, total)
+
+
+def _deltas(chunks: Chunks, choices: list[CompletionChoice], last: bool) -> list[CompletionChoice]:
+    """What choices have that was not sent, without those that have nothing new; at last, how all of them ended."""
+    deltas = []
+    for choice in choices:
+        all_of_them = choice.logprobs
+        text, new = chunks.new(choice.index, choice.text, len(all_of_them.tokens) if all_of_them else 0)
+        logprobs = None
+        if all_of_them:
+            columns = {name: getattr(all_of_them, name)[new] for name in all_of_them.__struct_fields__}
+            logprobs = CompletionLogprobs(**columns)
+        if text or last or (logprobs and logprobs.tokens):
+            delta = msgspec.structs.replace(choice, text=text, logprobs=logprobs)
+            deltas.append(delta if last else unended(delta))
+    return deltas
 
 
 def _plan(request: web.Request, engine: Engine, body: CompletionRequest, request_id: str) -> Plan:
@@ -66,12 +86,26 @@ def _plan(request: web.Request, engine: Engine, body: CompletionRequest, request
 
 
 async def _run(
-    request: web.Request, engine: Engine, prompt: Prompt, index: int, plan: Plan, body: CompletionRequest
+    request: web.Request,
+    engine: Engine,
+    prompt: Prompt,
+    index: int,
+    plan: Plan,
+    body: CompletionRequest,
+    chunks: Chunks | None,
+    head: CompletionResponse,
 ) -> tuple[SearchResult, list[CompletionChoice]]:
     """The choices of one prompt."""
     first = index * plan.params.n
+
+    def grown(result: SearchResult, choices: list[CompletionChoice]) -> None:
+        if chunks is not None and (deltas := _deltas(chunks, choices, False)):
+            chunks.send(msgspec.structs.replace(head, choices=deltas), usage(result))
+
     prompt_ids = await engine.encode(prompt) if isinstance(prompt, str) else prompt
-    return await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, first, *found))
+    return await run_plan(
+        request, engine, prompt_ids, plan, lambda *found: _choices(body, first, *found), grown if chunks else None
+    )
 
 
 def _choices(

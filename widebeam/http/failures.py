@@ -79,8 +79,7 @@ def _bare(path: str) -> str:
 
 def failure_response(error: RequestError, request: web.Request, dialect: Dialect) -> web.Response:
     """The error as a response of the dialect, with Retry-After on 429 and 503."""
-    body = _BODIES[dialect](error, request[REQUEST_ID])
-    response = json_response(body, status=error.status)
+    response = json_response(failure_body(error, request, dialect), status=error.status)
     if error.status in (429, 503):
         response.headers[hdrs.RETRY_AFTER] = str(_whole_seconds(error))
     if isinstance(error, Unauthorized):
@@ -88,6 +87,11 @@ def failure_response(error: RequestError, request: web.Request, dialect: Dialect
     if isinstance(error, MethodNotAllowed):
         response.headers[hdrs.ALLOW] = error.allowed
     return response
+
+
+def failure_body(error: RequestError, request: web.Request, dialect: Dialect) -> msgspec.Struct:
+    """The error in the dialect's form."""
+    return _BODIES[dialect](error, request[REQUEST_ID])
 
 
 def _whole_seconds(error: RequestError) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from msgspec import UNSET
 from widebeam.errors import InvalidRequest, RequestError
 from widebeam.http.auth import tenant_salt
 from widebeam.http.batches import Prompt, of_prompt, run_all, split_prompts, told_as
-from widebeam.http.body import decode, event_stream, json_response, read_body, refuse_unsupported
+from widebeam.http.body import decode, json_response, read_body, refuse_unsupported
 from widebeam.http.keys import adopt_id, limit_time, working_engine
 from widebeam.http.sequences import Plan, Spelling, Text, plan_search, run_plan
 from widebeam.http.sglang import (
@@ -27,6 +28,7 @@ from widebeam.http.sglang import (
     RequestMeta,
     SamplingParams,
 )
+from widebeam.http.streaming import EventStream
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -48,6 +50,8 @@ class Job(msgspec.Struct, kw_only=True):
     text_in_logprobs: bool
     prompt_ids_wanted: bool
     started: float
+    first: int
+    """Place of its first answer in the list of all."""
 
     @property
     def samples(self) -> bool:
@@ -55,11 +59,10 @@ class Job(msgspec.Struct, kw_only=True):
         return self.plan.params.n > 1 and not self.plan.beams
 
 
-async def generate(request: web.Request) -> web.Response:
+async def generate(request: web.Request) -> web.StreamResponse:
     """One dict for one prompt, a list for a list of prompts or several samples of one; as events with `stream`.
 
-    A beam is ranked only when the search is over, so a stream is one event for each answer, and an error comes before
-    it as a plain response with its status.
+    Events of texts come as they grow, each with all of one so far. A beam is ranked only when its search is over.
     """
     started = time.perf_counter()
     engine = working_engine(request)
@@ -67,15 +70,23 @@ async def generate(request: web.Request) -> web.Response:
     refuse_unsupported(body, GENERATE_NEUTRAL)
     limit_time(request, body.timeout_ms)
     jobs, batched = _jobs(engine, body, request, started)
-    by_prompt = await run_all([_run(request, engine, job) for job in jobs], batched)
-    answers = [answer for of_one in by_prompt for answer in of_one]
     listed = batched or jobs[0].samples
-    if not body.stream:
+    events = EventStream(request) if body.stream else None
+
+    def grown(first: int, answers: list[GenerateResponse]) -> None:
+        for index, answer in enumerate(answers, first):
+            if events is not None and answer.meta_info.finish_reason is None:
+                answer.index = index if listed else UNSET
+                events.send(answer)
+
+    by_prompt = await run_all([_run(request, engine, job, grown if body.stream else None) for job in jobs], batched)
+    answers = [answer for of_one in by_prompt for answer in of_one]
+    if events is None:
         return json_response(answers if listed else answers[0])
-    if listed:
-        for index, answer in enumerate(answers):
-            answer.index = index
-    return event_stream(answers)
+    for index, answer in enumerate(answers):
+        answer.index = index if listed else UNSET
+        events.send(answer)
+    return await events.end()
 
 
 def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: float) -> tuple[list[Job], bool]:
@@ -91,7 +102,7 @@ def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: 
     ids = body.rid if isinstance(body.rid, list) else made_up
     if len(ids) != count or (isinstance(body.rid, list) and not batched):
         raise InvalidRequest(f"rid has {len(ids)} entries for {count} prompts", param="rid")
-    jobs = []
+    jobs: list[Job] = []
     for index, (prompt, fields) in enumerate(zip(prompts, sampling, strict=True)):
         try:
             if top_logprobs[index] and not logprobs[index]:
@@ -110,6 +121,7 @@ def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: 
             text_in_logprobs=bool(body.return_text_in_logprobs),
             prompt_ids_wanted=bool(body.return_prompt_token_ids),
             started=started,
+            first=sum(job.plan.params.n if job.samples else 1 for job in jobs),
         )
         jobs.append(job)
     return jobs, batched
@@ -169,14 +181,21 @@ def _names(body: GenerateRequest, fields: SamplingParams) -> dict[str, str]:
     return names | {"input_ids": "input_ids" if body.text is None else "text", "top_logprobs": "top_logprobs_num"}
 
 
-async def _run(request: web.Request, engine: Engine, job: Job) -> list[GenerateResponse]:
+async def _run(
+    request: web.Request, engine: Engine, job: Job, grown: Callable[[int, list[GenerateResponse]], None] | None
+) -> list[GenerateResponse]:
     with told_as(job.names):
         prompt_ids = await engine.encode(job.prompt) if isinstance(job.prompt, str) else job.prompt
         catalog = job.plan.catalog
         if job.prompt_ids_wanted and prompt_ids and catalog is not None:  # what is shown is what was searched
             prompt_ids = catalog.markers.opened(np.array(prompt_ids)).tolist()
         _, answers = await run_plan(
-            request, engine, prompt_ids, job.plan, lambda *found: _answers(job, prompt_ids, *found)
+            request,
+            engine,
+            prompt_ids,
+            job.plan,
+            lambda *found: _answers(job, prompt_ids, *found),
+            None if grown is None else lambda _, so_far: grown(job.first, so_far),
         )
     return answers
 
@@ -248,8 +267,10 @@ def _beam_meta(text: Text, job: Job, spelling: Spelling) -> BeamMeta:
     return meta
 
 
-def _finish_reason(text: Text, max_new_tokens: int | None) -> dict[str, Any]:
+def _finish_reason(text: Text, max_new_tokens: int | None) -> dict[str, Any] | None:
     """A whole item counts as `length` where its depth was the only limit or equals the given one."""
+    if text.sequence.finish_reason is None:
+        return None
     if text.matched is not None:
         return {"type": "stop", "matched": text.matched}
     sequence, length = text.sequence, len(text.sequence.token_ids)

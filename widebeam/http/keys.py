@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from widebeam.http.auth import Keyring
     from widebeam.http.logs import RequestFacts
     from widebeam.http.metrics import Metrics
+    from widebeam.http.streaming import EventStream
 
 
 class InFlight:
@@ -73,6 +74,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 HAS_HEADER_ID = web.RequestKey("has_header_id", bool)
 TIME_LIMIT = web.RequestKey("time_limit", TimeLimit)
 FACTS: web.RequestKey[RequestFacts] = web.RequestKey("facts")
+EVENTS: web.RequestKey[EventStream] = web.RequestKey("events")
+"""Of requests that are answered event by event."""
 
 
 def server_state(app: web.Application) -> str:

@@ -13,8 +13,10 @@ from aiohttp.typedefs import Handler
 
 from widebeam.errors import Cancelled, InvalidRequest, RequestError
 from widebeam.http.auth import Access, access_to, require
-from widebeam.http.failures import Dialect, as_request_error, failure_response
+from widebeam.http.failures import Dialect, as_request_error, failure_body, failure_response
+from widebeam.http.headers import ID_HEADER, TIMEOUT_HEADER, complete_head
 from widebeam.http.keys import (
+    EVENTS,
     FACTS,
     HAS_HEADER_ID,
     IN_FLIGHT,
@@ -22,15 +24,10 @@ from widebeam.http.keys import (
     REQUEST_ID,
     TIME_LIMIT,
     TimeLimit,
-    server_state,
 )
 from widebeam.http.logs import RequestFacts, log_request
 from widebeam.http.protocol import MAX_TIMEOUT_MS
 
-ID_HEADER = "x-request-id"
-TIMEOUT_HEADER = "x-request-timeout-ms"
-VERSION_HEADER = "x-catalog-version"
-"""Of the catalog that was searched: not every dialect has a place for it in its body."""
 _OPENAI_PATHS = ("/v1/chat/", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
 """OpenAI's, and vLLM's, which has the same form of errors."""
 _ID = re.compile(r"[!-~]{1,128}")
@@ -86,15 +83,19 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
         require(request, access_to(request))
         response = await _in_time(request, handler)
     except asyncio.CancelledError:  # the client went away; whatever the handler awaited is cancelled with it
+        if (events := request.get(EVENTS)) is not None:
+            events.drop()
         raise
     except Exception as error:
         failure = as_request_error(error, request)
-        response = failure_response(failure, request, dialect_of(request.path))
-    response.headers[ID_HEADER] = request[REQUEST_ID]
-    if failure is None and (version := request[FACTS].version) is not None:
-        response.headers[VERSION_HEADER] = str(version)
-    if server_state(request.app) != "ready":  # a client that reconnects finds a server that stays
-        response.force_close()
+        events, dialect = request.get(EVENTS), dialect_of(request.path)
+        if events is not None and events.begun:
+            events.send(failure_body(failure, request, dialect))
+            response = await events.end()
+        else:
+            response = failure_response(failure, request, dialect)
+    if not response.prepared:
+        complete_head(response, request, failed=failure is not None)
     return response, failure
 
 

@@ -79,8 +79,6 @@ class TemplateOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A stream begins when everything is done, so usage at its end is usage throughout."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
@@ -197,7 +195,8 @@ class Choice(msgspec.Struct, kw_only=True):
     """One sequence; of beams, index 0 is the best."""
 
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"] | None
+    """None in a stream, while a text grows."""
     matched_stop: int | str | None
     """The stop token or string that ended it; null for an item."""
     sglext: ChoiceInfo
@@ -214,7 +213,8 @@ class Choice(msgspec.Struct, kw_only=True):
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
     content: str
-    role: str = "assistant"
+    role: str | UnsetType = "assistant"
+    """In a stream with the first part alone."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     """In the first choice: what was thought before all of them."""

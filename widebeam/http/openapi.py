@@ -27,8 +27,9 @@ from widebeam.http.catalog_protocol import (
     UploadQuery,
 )
 from widebeam.http.failures import ERROR_BODIES
+from widebeam.http.headers import ID_HEADER, TIMEOUT_HEADER, VERSION_HEADER
 from widebeam.http.keys import KEYRING
-from widebeam.http.middleware import ID_HEADER, TIMEOUT_HEADER, VERSION_HEADER, dialect_of
+from widebeam.http.middleware import dialect_of
 from widebeam.http.openai import ChatRequest, ChatResponse, CompletionRequest, CompletionResponse
 from widebeam.http.openapi_fields import describe_fields
 from widebeam.http.protocol import (

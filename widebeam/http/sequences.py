@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,13 +16,13 @@ from widebeam.errors import InvalidRequest
 from widebeam.http.keys import FACTS, METRICS
 from widebeam.http.protocol import PromptDetails, SearchOptions, Usage
 from widebeam.http.sampling import SamplingFields, beam_plan, text_sampling, token_bias, without_effect
-from widebeam.http.stop_strings import Stop, find_stop
+from widebeam.http.stop_strings import UNFINISHED, Stop, find_stop, settled, text_ends
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
     from widebeam.constraints.filters import ItemMask
     from widebeam.engine.engine import Engine
-    from widebeam.engine.request import SearchResult, Sequence
+    from widebeam.engine.request import FinishReason, SearchResult, Sequence
     from widebeam.model.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -40,9 +41,15 @@ class Plan(msgspec.Struct, kw_only=True):
     """Without a catalog, as many tokens as the context has room for."""
     warnings: list[str]
 
+    @property
+    def settles_early(self) -> bool:
+        """What is asked for is known of each token once it is there. Of beams it is not."""
+        asks_later = bool(self.params.top_logprobs) or self.params.return_beam_details
+        return not (self.beams or self.catalog is not None or asks_later)
+
 
 class Text(msgspec.Struct):
-    """A sequence as the client sees it."""
+    """A sequence as the client sees it; of one that grows, what is settled."""
 
     sequence: Sequence
     text: str
@@ -108,18 +115,19 @@ async def run_plan(
     prompt_ids: list[int],
     plan: Plan,
     form: Callable[[SearchResult, list[Text], Spelling], T],
+    grown: Callable[[SearchResult, T], None] | None = None,
 ) -> tuple[SearchResult, T]:
     """Search, cut texts at stop strings, and give them the form of the dialect.
 
     Thousands of beams take long enough to spell that the event loop must not wait for them: `form` runs on a thread.
+    `grown` takes what is settled of texts while they grow, if what is asked of them is known before they end.
     """
     params, catalog = plan.params, plan.catalog
     if plan.fill_context and catalog is None:
         room = min(engine.config.max_levels, engine.max_context_len - len(prompt_ids))
         params = msgspec.structs.replace(params, max_new_tokens=max(1, room))
-    result = await engine.submit(prompt_ids, params, catalog=catalog)
 
-    def spell() -> tuple[SearchResult, T]:
+    def spell(result: SearchResult) -> tuple[SearchResult, T]:
         spelling = Spelling(engine.tokenizer, plan.fields, None if catalog is None else catalog.markers.end)
         texts = [_text(sequence, spelling, params, catalog, result.mask) for sequence in result.sequences]
         shown = msgspec.structs.replace(
@@ -127,7 +135,17 @@ async def run_plan(
         )
         return shown, form(shown, texts, spelling)
 
-    shown, formed = await asyncio.to_thread(spell)
+    async def follow(so_far: SearchResult) -> bool:
+        shown, formed = await asyncio.to_thread(spell, so_far)
+        if all(sequence.finish_reason is not None for sequence in shown.sequences):  # each at a stop string, or before
+            return True
+        if grown is not None:
+            grown(shown, formed)
+        return False
+
+    follows = plan.settles_early and (grown is not None or bool(plan.fields.stop_strings))
+    result = await engine.submit(prompt_ids, params, catalog=catalog, follow=follow if follows else None)
+    shown, formed = await asyncio.to_thread(spell, result)
     request.app[METRICS].observe_search(shown)
     request[FACTS].add(shown)
     return shown, formed
@@ -168,10 +186,18 @@ class Spelling:
         """The text, and the stop string that it was cut at."""
         ids = self.shown(sequence)
         text = self.decode(ids)
-        stop = find_stop(self.decode, ids, text, self._stop_strings)
+        certain = text.rstrip(UNFINISHED) if sequence.finish_reason is None else text
+        stop = find_stop(self.decode, ids, certain, self._stop_strings)
         if stop is None:
             return text, None
         return text[: stop.end if self._keeps_stop else stop.start], stop
+
+    def settled(self, ids: list[int], text: str) -> tuple[int, str]:
+        """How many tokens of a growing text stay as they are spelt, and their text."""
+        stays = settled(text, self._stop_strings)
+        if len(stays) == len(text):
+            return len(ids), text
+        return bisect_right(text_ends(self.decode, ids), len(stays)), stays
 
 
 def _text(
@@ -180,13 +206,16 @@ def _text(
     text, stop = spelling.spell(sequence)
     items = None if catalog is None else [catalog.item_id(row) for row in rows_of(catalog, sequence, mask)]
     if stop is not None:
-        return Text(_cut(sequence, stop.num_tokens, params.length_penalty), text, stop.string, items)
+        return Text(_cut(sequence, stop.num_tokens, params.length_penalty, "stop"), text, stop.string, items)
+    if sequence.finish_reason is None:
+        length, text = spelling.settled(sequence.token_ids, text)
+        return Text(_cut(sequence, length, params.length_penalty, None), text, None, items)
     matched = sequence.token_ids[-1] if sequence.finish_reason == "stop" else None
     return Text(sequence, text, matched, items)
 
 
-def _cut(sequence: Sequence, length: int, length_penalty: float) -> Sequence:
-    """The sequence as if its last token had been a stop token."""
+def _cut(sequence: Sequence, length: int, length_penalty: float, finish_reason: FinishReason | None) -> Sequence:
+    """The sequence as if it had ended, or had come, there."""
     logprobs = sequence.logprobs[:length]
     top = sequence.top_logprobs
     return msgspec.structs.replace(
@@ -195,8 +224,8 @@ def _cut(sequence: Sequence, length: int, length_penalty: float) -> Sequence:
         logprobs=logprobs,
         top_logprobs=None if top is None else top[:length],
         cum_logprob=sum(logprobs),
-        score=sum(logprobs) / length**length_penalty,
-        finish_reason="stop",
+        score=sum(logprobs) / max(1, length) ** length_penalty,
+        finish_reason=finish_reason,
     )
 
 

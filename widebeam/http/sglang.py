@@ -90,7 +90,8 @@ LogprobTriple = tuple[float, int, str | None]
 class BeamMeta(msgspec.Struct, kw_only=True):
     """`meta_info` of the beams behind the first."""
 
-    finish_reason: dict[str, Any]
+    finish_reason: dict[str, Any] | None
+    """None in a stream, while a text grows."""
     sequence_score: float | UnsetType = UNSET
     items: list[int | str] | UnsetType = UNSET
     """With a catalog: ids of the items that the sequence spells."""

@@ -37,6 +37,13 @@ def find_stop(decode: Decode, ids: list[int], text: str, strings: Sequence[str])
     return Stop(last + 1, start, start + len(string), string)
 
 
+def settled(text: str, strings: Sequence[str]) -> str:
+    """What of a growing text stays whatever comes: all but unfinished characters and what may begin a stop string."""
+    text = text.rstrip(UNFINISHED)
+    begun = (n for string in strings for n in range(1, len(string)) if text.endswith(string[:n]))
+    return text[: len(text) - max(begun, default=0)]
+
+
 def text_ends(decode: Decode, ids: list[int]) -> list[int]:
     """For each token, the length of the text that is certain with it: a character counts when all its bytes are there.
 

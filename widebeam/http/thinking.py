@@ -73,10 +73,10 @@ class Thought(NamedTuple):
             completion_tokens_details=CompletionDetails(reasoning_tokens=drawn),
         )
 
-    def chunk(self, answer: ChatResponse) -> ReasoningChunk:
-        """What a stream of the answer says first."""
+    def chunk(self, head: ChatResponse) -> ReasoningChunk:
+        """What a stream says first."""
         choice = ReasoningChoice(delta=ReasoningDelta(reasoning_content=self.text))
-        return ReasoningChunk(id=answer.id, created=answer.created, model=answer.model, choices=[choice])
+        return ReasoningChunk(id=head.id, created=head.created, model=head.model, choices=[choice])
 
 
 async def think(
