@@ -30,7 +30,8 @@ from servers import counts, machine, running_server, split_flags
 KERNELS = re.compile(r"FlashInfer's \w+ kernels are there after ([\d.]+) s")
 LOADED = re.compile(r"loaded in ([\d.]+) s")
 WARMED = re.compile(r"warm-up: (\d+) waves in ([\d.]+) s, Made\(compiled=(\d+), captured=(\d+), skipped=(\d+)\)")
-"""One line for any token and one for each catalog; what was made is counted from the start."""
+"""One line for any token, one for larger prompts and those behind prefixes, and one for each catalog; what was made is
+counted from the start."""
 SHOWN_S = 0.5
 """After which what the server has written is shown."""
 COLUMNS = {

@@ -211,6 +211,34 @@ def test_traffic_waits_for_a_capture_now_and_then(pretended: Pretended, monkeypa
     assert captures.late_graphs == captures.fallbacks == captures.ungraphed_prompts == 0
 
 
+def test_what_is_compiled_beside_a_capture_in_traffic_is_counted(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, as in any other wave."""
+    make_large(monkeypatch, 128, 640)
+    runtime, captures, recorder = pretended.runtime, pretended.start(), pretended.recorder
+    pack = runtime.core.programs.pack._program  # type: ignore[attr-defined]
+
+    def compiling(*args: Any) -> None:
+        recorder.compiled.append("pack")
+        pack(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.core.programs.pack, "_program", compiling)
+        large_wave(runtime, 300)
+    large_wave(runtime, 300)
+    assert runtime.core.programs.rung(16, 300, 0) == 320
+    assert (captures.fallbacks, captures.late_graphs) == (1, 0) and "which costs seconds once" in caplog.text
+
+
+def test_a_start_says_what_all_its_steps_took(pretended: Pretended, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of prompts, too: the last line has all that was made."""
+    with caplog.at_level("INFO", "widebeam"):
+        pretended.start()
+    lines = [line for line in caplog.messages if line.startswith("warm-up: ")]
+    assert len(lines) == 2 and lines[-1].endswith(str(pretended.recorder.made_so_far(torch.device("cpu"))))
+
+
 def test_a_capture_that_fails_in_traffic_fails_no_other_wave(
     pretended: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:

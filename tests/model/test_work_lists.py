@@ -137,6 +137,77 @@ def test_later_plans_put_their_lists_where_the_first_one_had_them() -> None:
     assert wrapper.called == 1
 
 
+class Compiled(Wrapper):
+    """Plans as `PrefillSM90Plan` of FlashInfer 0.6 does (include/flashinfer/attention/scheduler.cuh), for graphs."""
+
+    def __init__(self, heads: int, tile: int, causal: bool, processors: int) -> None:
+        super().__init__(backwards)
+        self.shape = heads, tile, causal, processors
+
+    def plan_for(self, rows: np.ndarray, keys: np.ndarray, lengths: np.ndarray) -> None:
+        heads, tile, causal, processors = self.shape
+        heap = [(0, processor) for processor in range(processors)]
+        work: list[Wanted] = [[] for _ in heap]
+        for head in range(heads):
+            for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
+                size, length = int(rows[b + 1] - rows[b]), int(lengths[b])
+                for number in reversed(range(-(-size // tile))):
+                    seen = max(min(length - size + (number + 1) * tile, length), 0) if causal else length
+                    cost, processor = heap[0]
+                    heapq.heapreplace(heap, (cost + 2 * tile + seen, processor))
+                    work[processor].append((number, rows[b], keys[b], size, length, head, b))
+        most = (-(-int(rows[-1]) // tile) + len(lengths) - 1) * heads
+        columns = [*zip(*itertools.chain.from_iterable(work), strict=True)]
+        columns.insert(INDPTR, tuple(itertools.accumulate(map(len, work), initial=0)))
+        host, end, places = self._pin_memory_int_workspace_buffer.numpy(), 0, []
+        for number, column in enumerate(columns):
+            places.append(-(-end // 16) * 16)
+            end = places[-1] + 4 * (most if number != INDPTR else processors + 1)
+            host[places[-1] : places[-1] + 4 * len(column)] = np.array(column, dtype=np.int32).view(np.uint8)
+        self._plan_info = [*places, 0]
+        self._int_workspace_buffer[:end] = self._pin_memory_int_workspace_buffer[:end]
+
+    @property
+    def room(self) -> list[np.ndarray]:
+        """What the device has from where each list begins to where the next one does."""
+        device = self._int_workspace_buffer.numpy().view(np.int32)
+        return np.split(device, [place // 4 for place in self._plan_info[1:-1]])
+
+    @property
+    def tiles(self) -> Wanted:
+        """Those that all multiprocessors find."""
+        room, processors = self.room, self.shape[-1]
+        begins, columns = room[INDPTR][: processors + 1], [each for i, each in enumerate(room) if i != INDPTR]
+        runs = [range(*ends) for ends in itertools.pairwise(begins.tolist())]
+        return sorted(tuple(int(each[place]) for each in columns) for run in runs for place in run)
+
+
+LAYOUTS = st.integers(1, 16).flatmap(
+    lambda count: st.lists(
+        st.lists(st.tuples(st.integers(0, 300), st.integers(1, 3000)), min_size=count, max_size=count),
+        min_size=2, max_size=4,
+    )
+)  # fmt: skip
+
+
+@given(LAYOUTS, st.integers(1, 6), st.sampled_from([64, 128]), st.booleans(), st.sampled_from([7, 132]))
+def test_lists_are_those_of_the_compiled_planner(
+    layouts: list[list[tuple[int, int]]], heads: int, head_dim: int, causal: bool, processors: int
+) -> None:
+    """Requests of any sizes, none at all too, in rows that are always as many: what is left over fills the shape."""
+    tile = 192 if head_dim == 64 else 128
+    total = max(1, *(sum(rows for rows, _ in layout) for layout in layouts))
+    wrapper = Compiled(heads, tile, causal, processors)
+    arrays = DeviceArrays([len(layouts[0]) + 2] * 2, CPU)
+    planner = ListPlanner(wrapper, arrays, heads, head_dim, causal=causal, processors=processors)
+    for layout in layouts:
+        sizes = [*(rows for rows, _ in layout), total - sum(rows for rows, _ in layout)]
+        lengths = sizes if causal else [*(keys for _, keys in layout), 1]
+        given = begins(sizes), begins(lengths), np.array(lengths, dtype=np.int32)
+        planner.plan(lambda given=given: wrapper.plan_for(*given), *given, given[:2])
+        assert wrapper.tiles == sorted(wanted(*given, heads, tile))
+
+
 def less(lists: list[np.ndarray]) -> list[np.ndarray]:
     """Another number of keys."""
     return [each - (place == 4) for place, each in enumerate(lists)]

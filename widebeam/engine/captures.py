@@ -78,8 +78,10 @@ class Captures:
             graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(GROUP_TOKENS), splits))
             return
         self._meet_all(list(warmup.waves(limits, widest, vocab_size, longest, policies)))
+        started = time.perf_counter()
+        reusing: list[tuple[Size | None, list[Search]]] = []
         if context.cache is not None:
-            reusing = list(warmup.reusing(limits, vocab_size, longest, context.page_size, every))
+            reusing.extend(warmup.reusing(limits, vocab_size, longest, context.page_size, every))
             for size, searches in progress(reusing, "capturing prompts behind prefixes", "size"):
                 if size is None:
                     with self._uncounted():
@@ -90,10 +92,12 @@ class Captures:
                 graphed.update(itertools.product(REQUEST_RUNGS, token_rungs(COMMON_TOKENS), CONTEXT_SPLITS))
             context.flush()
         first, later = warmup.large_prompts(limits, widest, vocab_size, longest)
-        for size, searches in progress(first + later if every else first, "capturing large prompts", "size"):
+        first, later = (first + later, []) if every else (first, later)
+        for size, searches in progress(first, "capturing large prompts", "size"):
             if self._full or not self._capture(size, searches):
                 break
-        self._larger.extend([] if every else later)
+        self._larger.extend(later)
+        self._say(len(reusing) + len(first), started)
 
     def add(self, waves: Iterable[list[Search]]) -> None:
         """Of waves over a catalog, run those of which a level needs what none of an earlier one has met."""
@@ -107,7 +111,11 @@ class Captures:
         with self._uncounted():
             for searches in progress(planned, "compiling and capturing waves", "wave"):
                 self._meet(searches)
-        log.info("warm-up: %d waves in %.1f s, %s", len(planned), time.perf_counter() - started, self._made)
+        self._say(len(planned), started)
+
+    def _say(self, waves: int, started: float) -> None:
+        if waves:
+            log.info("warm-up: %d waves in %.1f s, %s", waves, time.perf_counter() - started, self._made)
 
     def _meet(self, searches: list[Search]) -> None:
         """Run a wave until its graphs are captured."""
@@ -143,8 +151,12 @@ class Captures:
         if size is None:
             yield
             return
+        self.note()  # of a longer wave that this one passes
+        before = self._made
         with self._given(size), captured_at_once():
             yield
+        if before is not None and self._made is not None:  # what the wave compiled beside it is no part of that
+            self._made = self._made._replace(compiled=before.compiled, skipped=before.skipped)
         self._in_traffic = time.monotonic()
 
     def _missing(self, wave: Wave) -> Size | None:

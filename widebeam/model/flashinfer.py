@@ -105,10 +105,11 @@ class FlashInferBackend:
         """Build what every wave needs, and run it once. Building takes minutes where nothing is cached."""
         Q, K, D = self.heads
         rows = [torch.zeros(2, heads, D, dtype=self.dtype, device=self.device) for heads in (Q, K, K)]
-        prefill, context = self.prefill_plan(1, None), self.context_plan(1, 2, 1, beside=False)
-        prefill.plan([2], 2)
-        prefill.run(*rows)
+        prefill, context = self.prefill_plan(1, 2), self.context_plan(1, 2, 1, beside=False)
         for _ in range(2):  # the second is made in another way
+            prefill.plan([2], 2)
+        prefill.run(*rows)
+        for _ in range(2):
             context.plan([2], [1], [[0]])
         pool = torch.zeros(self.page_size, K, D, dtype=self.kv_dtype, device=self.device)
         context.run(rows[0], pool, pool, 1.0)
