@@ -118,7 +118,7 @@ def _generate(rng: np.random.Generator, name: str, items: list[str]) -> Case:
                 "max_new_tokens": int(rng.integers(1, 9)),
                 "sampling_seed": int(rng.integers(99)),
             }
-        body["return_logprob"] = True
+        body["return_logprob"], body["stream"] = True, int(name.removeprefix("case")) % 2 == 0
     body["input_ids"] = _prompt(rng) if batch == 1 else [_prompt(rng) for _ in range(batch)]
     return Case(name, "/generate", body, "stays", searches=batch)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -155,7 +156,22 @@ async def ask(session: aiohttp.ClientSession, case: Case, name: str) -> Answer:
     async with session.post(case.route, json=case.named(name)) as response:
         if response.status == 200:
             assert response.headers["x-request-id"] == name
+        if response.content_type == "text/event-stream":
+            return streamed(await response.read(), case)
         return Answer(response.status, response.headers, await response.json())
+
+
+def streamed(content: bytes, case: Case) -> Answer:
+    """What a stream comes to: the answers that it ends with, or the error."""
+    *lines, done, rest = content.split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    if "error" in events[-1]:
+        error = events[-1]["error"]
+        return Answer(events[-1]["code"], {"Retry-After": math.ceil(error.get("retry_after_s", 0))}, events[-1])
+    last = events[-case.searches :]
+    assert all(event["meta_info"]["finish_reason"] for event in last)
+    return Answer(200, {}, last if case.searches > 1 else last[0])
 
 
 async def abort(session: aiohttp.ClientSession, case: Case, delay: float) -> None:
