@@ -22,7 +22,8 @@ import torch
 from random_checkpoint import write_checkpoint
 from timing import behind, graph_of
 
-from widebeam.plan.work import Shape, Work
+from widebeam.plan.shapes import SHAPES
+from widebeam.plan.work import Prompt, Shape, Work, phase_ms
 
 TINY = Shape(hidden=32, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=64)
 
@@ -206,6 +207,7 @@ def test_a_floor_is_the_sum_of_its_parts() -> None:
     assert len(found["level_ms"]) == 2
     assert {part["phase"] for part in parts} == {"prefill", "level 1", "level 2"}
     assert {part["times"] for part in parts if part["name"] == "gate_up"} == {TINY.layers - 1, TINY.layers}
+    assert found["copy_tb_s"] > 0 and "copy, TB/s" in floor.markdown({"16x2": found})
 
 
 def test_levels_are_timed_behind_prefill() -> None:
@@ -233,11 +235,55 @@ def test_a_graph_holds_what_it_reads() -> None:
 
 
 def test_bytes_between_products_are_those_of_a_fused_layer() -> None:
-    _, nbytes = Work(TINY, kernels).layer(10)
-    elements = 2 * (32 + 32 + 32)  # twice: residual read, residual written, norm written
-    elements += (64 + 32 + 32) + 64 + 32 + 32  # q, k, v read; q, k, v written
-    elements += 48 + 48 + 48  # gate and up read, their product written
-    assert nbytes == 10 * elements * 2
+    _, passes = Work(TINY, kernels).layer(10)
+    assert passes == {
+        "norm before qkv": 10 * (32 + 32) * 2,  # the residual read, its norm written
+        "rotation": 10 * 2 * (64 + 32) * 2,  # q and k read and written
+        "norm before gate_up": 10 * (32 + 32) * 2,
+        "activation": 10 * (48 + 48 + 48) * 2,  # gate and up read, their product written
+    }
+
+
+class NoTime:
+    """A timer to which everything takes as many ms as bytes, or none; products in float8 are the faster ones."""
+
+    def copy_ms(self, nbytes: int) -> float:
+        return float(nbytes)
+
+    def fp8_product_ms(self, rows: int, n: int, k: int) -> float:
+        return -1.0
+
+    def product_ms(self, *sizes: int) -> float:
+        return 0.0
+
+    head_ms = prefill_attention_ms = context_attention_ms = product_ms
+
+
+def test_bytes_of_float8_and_of_a_wave() -> None:
+    _, passes = Work(TINY, NoTime(), fp8=True).layer(1)
+    assert passes == {
+        "norm before qkv": 32 * 3, "rotation": 2 * 96 * 2, "norm before gate_up": 32 * 3, "activation": 48 * 5,
+        "float8 for o": 64 * 3,
+    }  # fmt: skip
+    parts = Work(TINY, NoTime(), codes=8).wave([Prompt(10)] * 2, width=4, tokens=3)
+    layer = 2 * (2 * 64 + 2 * 96 + 3 * 48)
+    last = 20 * (2 * 32 + 2 * 32) * 2  # the norm, and k rotated
+    beams = [level * 2 * 32 * 2 for level in (1, 2)]
+    assert phase_ms(parts) == {
+        "prefill": 2 * 20 * layer + last + 2 * 8 * 4,
+        **{f"level {n + 1}": 3 * 8 * (layer + own) + 8 * 8 * 4 for n, own in enumerate(beams)},
+    }
+
+
+def test_the_profiled_prefill_is_over_the_floor() -> None:
+    """Pointwise kernels of 5000 x 4 in bf16 (bench/results/2026-11-30-h200-breakdown-bf16.md) took 9.54 ms."""
+    passes = Work(Shape.of(SHAPES["qwen3-1.7b"]), NoTime()).layer(20_000)[1]
+    assert 0.8 * 9.54 < 27 * sum(passes.values()) / 4.17e9 < 9.54
+
+
+def test_copies_of_all_sizes_are_timed() -> None:
+    """Less than a number, a few, and more than is ever copied at once."""
+    assert all(kernels.copy_ms(nbytes) > 0 for nbytes in (1, 1000, 8 * kernels.COPY_BYTES))
 
 
 def event(name: str, cat: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:
