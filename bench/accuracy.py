@@ -35,8 +35,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from floor import Case
 from judges import HuggingFace, Rules
+from matrix import Case
 from peers import DIALECTS, Answer, agreement, ask_all, sampling_params
 from report import header, save, table
 from transformers import AutoTokenizer

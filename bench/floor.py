@@ -28,29 +28,15 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import kernels
-from report import header, save, table
+from matrix import Case
+from report import header, origin, save, table
 from timing import behind
 
 from widebeam.plan.shapes import SHAPES
 from widebeam.plan.work import Prompt, Shape, Work, phase_ms
-
-
-class Case(NamedTuple):
-    """Prompts of one length, prefilled together and searched as one wave."""
-
-    context: int
-    requests: int
-    width: int
-    tokens: int
-
-    @classmethod
-    def parse(cls, text: str, width: int = 256, tokens: int = 3) -> Case:
-        """CONTEXTxREQUESTS[xWIDTH[xTOKENS]]"""
-        context, requests, *rest = map(int, text.split("x"))
-        return cls(context, requests, *rest, *(width, tokens)[len(rest) :])
 
 
 def floor(
@@ -108,6 +94,7 @@ if __name__ == "__main__":
         text: floor(Case.parse(text), shape, fp8=chosen.fp8, codes=chosen.codes, behind_prefill=chosen.behind_prefill)
         for text in chosen.cases
     }
-    text = f"Floor of {chosen.shape}\n\n{markdown(cases)}"
+    report = header(chosen) | {"cases": cases}
+    text = f"{origin(report)}\n\nFloor of {chosen.shape}\n\n{markdown(cases)}"
     print(text)
-    save(chosen.save, header(chosen) | {"cases": cases}, text)
+    save(chosen.save, report, text)

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import header, save, table
+from report import header, origin, quantile, save, table
 from servers import machine, metrics, running_server, split_flags
 
 from widebeam.client import AsyncClient
@@ -138,12 +138,12 @@ class Soak:
         return found
 
     def _report(self, memory: list[dict[str, int]]) -> dict[str, Any]:
-        latencies = sorted(self.latencies)
+        latencies = self.latencies
         return {
             "sent": dict(sorted(self.sent.items())), "answered": len(latencies),
             "latency_ms": {
-                "median": statistics.median(latencies), "p90": latencies[int(len(latencies) * 0.9)],
-                "max": latencies[-1],
+                "median": statistics.median(latencies), "p90": quantile(latencies, 0.9),
+                "max": max(latencies),
             },
             "memory": {kind: thirds([one[kind] for one in memory if kind in one]) for kind in memory[0]},
         }  # fmt: skip
@@ -217,7 +217,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"Growth of memory on the {where}: too few samples to tell." for where, *_, growth in memory if growth is None
     ]
     return "\n\n".join([
-        f"{report['machine']}, {report['date']}", table(["", "value"], facts),
+        origin(report), table(["", "value"], facts),
         table(["memory, MiB", "samples", *kinds], memory), *few, "; ".join(report["wrong"]) or "Nothing is wrong.",
     ])  # fmt: skip
 
