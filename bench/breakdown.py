@@ -33,12 +33,13 @@ from widebeam.engine.runtime import Runtime
 KINDS = {
     "collectives": r"nccl|c10d|gloo",
     "attention": r"flashinfer|BatchPrefill|PrefillWith|MergeState|flash_|fmha|attention|sdpa",
-    "GEMM": r"gemm|nvjet|xmma|splitK|cublas|cutlass|wgmma|_mm\b|::(mm|bmm|addmm|linear|matmul)\b|triton_tem_",
-    "selection": r"topk|top_k|sort|radix|segment|(?<!_)select(?!_)|bitonic|argmax|cumsum|scan|searchsorted|nonzero"
-    r"|logsumexp|log_softmax|candidate|^_(count|take|rank|columns|merge)$",
+    "GEMM": r"gemm|nvjet|xmma|splitK|cublas|cutlass|wgmma|_mm\b|::(mm|bmm|addmm|linear|matmul|add_product)\b"
+    r"|triton_tem_",
+    "selection": r"topk|top_k|sort|radix|segment|(?<![_:])select(?!_)|bitonic|argmax|cumsum|scan|searchsorted|nonzero"
+    r"|logsumexp|log_softmax|candidate|column_best|^_(count|take|rank|columns|merge)$",
     "copies": r"memcpy|memset|direct_copy|copy_kernel|::copy_|CatArray|FillFunctor|::fill_|::zero_",
     "pointwise": r"triton_|elementwise|vectorized|reduce_kernel|norm|silu|rope|rotary|rotate|quant|index|gather|scatter"
-    r"|_merge_beams|at::native|aten::",
+    r"|merge_beams|at::native|aten::",
 }
 """The first pattern found in a kernel's name decides its kind; a name without any is `other`."""
 PHASES = ("prefill", "levels", "collect")

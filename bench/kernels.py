@@ -65,7 +65,7 @@ def _copying() -> Callable[[Tensor, Tensor], object]:
 
 def _words(nbytes: int) -> Tensor:
     """Random numbers of 8 bytes, at least one."""
-    return torch.randint(-(1 << 62), 1 << 62, (max(1, nbytes // 8),), dtype=torch.int64, device=DEVICE)
+    return torch.randint(1 << 62, (max(1, nbytes // 8),), device=DEVICE)
 
 
 @remembered

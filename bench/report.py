@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -24,8 +25,8 @@ def header(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _elsewhere(value: str) -> str:
-    """An option as it means something on other machines: of an absolute path its last part."""
-    return Path(value).name if value.startswith("/") else value
+    """An option as it means something on other machines: of absolute paths, in lists too, the last part."""
+    return re.sub(r"""(?<![^\s='"\[])/[^\s'",\]]*""", lambda path: Path(path[0]).name, value)
 
 
 def machine() -> str:

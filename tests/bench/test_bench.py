@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -82,6 +83,24 @@ def test_compare_fails_on_what_became_worse(
     monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, files)])
     assert compare.main() == status
     assert all(verdict in capsys.readouterr().out for verdict in verdicts[:1])
+
+
+def test_compare_names_what_differs_and_refuses_other_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = timed(a=1.0) | {"arguments": {"width": "64", "catalog": "None"}, "machine": "x"}
+    other = timed(a=1.0) | {"arguments": {"width": "256", "catalog": "None", "later": "1"}, "machine": "y"}
+    files = {"one": one, "other": other, "load": {"levels": []}}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "one"), str(tmp_path / "other")])
+    assert compare.main() == 0
+    out = capsys.readouterr().out
+    assert "Not the same option width: 64 and 256." in out and "catalog" not in out and "later" not in out
+    assert "Not the same machine: x and y." in out
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "one"), str(tmp_path / "load")])
+    with pytest.raises(SystemExit):
+        compare.main()
 
 
 @pytest.mark.parametrize(
@@ -284,6 +303,18 @@ def test_the_profiled_prefill_is_over_the_floor() -> None:
 def test_copies_of_all_sizes_are_timed() -> None:
     """Less than a number, a few, and more than is ever copied at once."""
     assert all(kernels.copy_ms(nbytes) > 0 for nbytes in (1, 1000, 8 * kernels.COPY_BYTES))
+
+
+def test_a_report_knows_no_paths_of_its_machine() -> None:
+    given = {
+        "checkpoint": "/a/b/model/", "serve": ["--catalog", "x=/a/y.parquet", "z=rel/z.parquet"], "cases": ["5x4"],
+        "url": "http://127.0.0.1:80/x", "catalog": Path("/a/b.parquet"), "save": Path("/a/c.json"),
+    }  # fmt: skip
+    found = report.header(argparse.Namespace(**given))["arguments"]
+    assert found == {
+        "checkpoint": "model", "serve": "['--catalog', 'x=y.parquet', 'z=rel/z.parquet']", "cases": "['5x4']",
+        "url": "http://127.0.0.1:80/x", "catalog": "b.parquet",
+    }  # fmt: skip
 
 
 def event(name: str, cat: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:
