@@ -48,7 +48,8 @@ memcheck:
 	  tests/engine/test_segment_top.py tests/model/test_ops.py tests/model/test_row_attention.py \
 	  -k "(kernels or on_cuda) and not graph"
 
-# make nightly   on a GPU: every benchmark of one device, into build/nightly/, and one summary, build/nightly.md
+# make nightly   on a GPU: every benchmark of one device, into build/nightly/, and one summary, build/nightly.md. One that
+#                fails stops no other: it is named at the top of the summary, and the status is not 0
 # PYTHON         must have widebeam's dependencies with the extra cuda; nothing is installed
 # OLD            copy of an earlier night's folder: fails if a case became slower or less accurate
 # PEER           URL of an SGLang-compatible server of build/qwen3-1.7b, which is compared with ours; PEER_ARGS: options
@@ -59,8 +60,12 @@ NIGHTLY := build/nightly
 ITEMS := build/items.parquet
 FEW_ITEMS := build/few-items.parquet
 OFFLINE = $(PYTHON) bench/offline.py --matrix --floor
-ACCURACY = $(PYTHON) bench/accuracy.py
+MOVIES = $(PYTHON) bench/accuracy.py examples/movielens/checkpoint --cases 97x64x64 193x16x256
+RANDOM = $(PYTHON) bench/accuracy.py build/qwen3-1.7b --cases 200x8x64 1000x2x256
 BREAKDOWN = $(PYTHON) bench/breakdown.py build/qwen3-1.7b --cases 1000x1 5000x1 5000x4
+SOAK = $(PYTHON) bench/soak.py --vary --requests 10000 --minutes 5 --concurrency 32 --context 2000 --tokens 5
+# $(call night,NAME,COMMAND,MORE): one benchmark; MORE comes behind --save
+night = $(2) --save $(NIGHTLY)/$(1).json $(3) || echo $(1) >> $(NIGHTLY)/failed
 NEEDS_CUDA = import importlib.util as u, sys; \
   sys.exit(None if u.find_spec("torch") and __import__("torch").cuda.is_available() else \
   "make nightly needs a CUDA device and a PyTorch that sees it; there is none for " + sys.executable)
@@ -74,30 +79,33 @@ nightly:
 	  test -f build/$$shape/config.json || $(PYTHON) bench/random_checkpoint.py $$shape build/$$shape || exit 1; done
 	test -f $(ITEMS) || $(PYTHON) bench/random_catalog.py $(ITEMS)
 	test -f $(FEW_ITEMS) || $(PYTHON) bench/random_catalog.py $(FEW_ITEMS) --items 10000 --levels 4 --codes 256
-	$(OFFLINE) build/qwen3-1.7b --save $(NIGHTLY)/1-offline-bf16.json
-	$(OFFLINE) build/qwen3-1.7b --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/2-offline-fp8-catalog.json
-	$(OFFLINE) build/qwen3-0.6b --save $(NIGHTLY)/3-offline-0.6b.json
-	$(OFFLINE) build/qwen3-4b --save $(NIGHTLY)/4-offline-4b.json
-	$(PYTHON) bench/floor.py qwen3-1.7b --save $(NIGHTLY)/5-floor-bf16.json
-	$(PYTHON) bench/floor.py qwen3-1.7b --fp8 --codes 8192 --save $(NIGHTLY)/6-floor-fp8-catalog.json
-	$(BREAKDOWN) --save $(NIGHTLY)/7-breakdown-bf16.json
-	$(BREAKDOWN) --quantization fp8 --catalog $(ITEMS) --save $(NIGHTLY)/8-breakdown-fp8-catalog.json
-	$(PYTHON) bench/launching.py build/qwen3-1.7b --save $(NIGHTLY)/9-launching.json
-	$(PYTHON) bench/catalog.py build/qwen3-0.6b --save $(NIGHTLY)/9-catalog.json
-	$(PYTHON) bench/history.py build/qwen3-1.7b --host-gib 64 --save $(NIGHTLY)/9-history.json -- --max-total-tokens 200000
-	$(PYTHON) bench/starts.py build/qwen3-1.7b --save $(NIGHTLY)/9-starts.json
-	$(PYTHON) bench/online.py --checkpoint build/qwen3-1.7b --concurrency 4 8 --save $(NIGHTLY)/9-online.json
-	$(PYTHON) bench/soak.py build/qwen3-tiny --vary --requests 10000 --concurrency 32 --context 2000 --tokens 5 \
-	  --save $(NIGHTLY)/9-soak.json -- --catalog items=$(ITEMS) few=$(FEW_ITEMS) --log-level warning
-	$(if $(PEER),$(PYTHON) bench/peers.py $(PEER) --checkpoint build/qwen3-1.7b --save $(NIGHTLY)/9-peers.json $(PEER_ARGS))
-	for fp8 in "" "--quantization fp8" "--kv-cache-dtype fp8"; do \
-	  case $$fp8 in --q*) name=-fp8;; --kv*) name=-fp8-kv;; *) name=;; esac; \
-	  $(ACCURACY) examples/movielens/checkpoint $$fp8 --cases 97x64x64 193x16x256 \
-	    --save $(NIGHTLY)/9-accuracy-movielens$$name.json && \
-	  $(ACCURACY) build/qwen3-1.7b $$fp8 --cases 200x8x64 1000x2x256 \
-	    --save $(NIGHTLY)/9-accuracy-random-1.7b$$name.json || exit 1; done
-	for part in $(NIGHTLY)/*.md; do printf '## %s\n\n' $$(basename $$part .md); cat $$part; echo; done > build/nightly.md
-	@status=0; for old in $(if $(OLD),$(wildcard $(OLD)/*-offline-*.json $(OLD)/*-accuracy-*.json)); do \
+	mkdir -p $(NIGHTLY)
+	$(call night,1-offline-bf16,$(OFFLINE) build/qwen3-1.7b)
+	$(call night,2-offline-fp8-catalog,$(OFFLINE) build/qwen3-1.7b --quantization fp8 --catalog $(ITEMS))
+	$(call night,3-offline-0.6b,$(OFFLINE) build/qwen3-0.6b)
+	$(call night,4-offline-4b,$(OFFLINE) build/qwen3-4b)
+	$(call night,5-floor-bf16,$(PYTHON) bench/floor.py qwen3-1.7b)
+	$(call night,6-floor-fp8-catalog,$(PYTHON) bench/floor.py qwen3-1.7b --fp8 --codes 8192)
+	$(call night,7-breakdown-bf16,$(BREAKDOWN))
+	$(call night,8-breakdown-fp8-catalog,$(BREAKDOWN) --quantization fp8 --catalog $(ITEMS))
+	$(call night,9-launching,$(PYTHON) bench/launching.py build/qwen3-1.7b)
+	$(call night,9-catalog,$(PYTHON) bench/catalog.py build/qwen3-0.6b)
+	$(call night,9-history,$(PYTHON) bench/history.py build/qwen3-1.7b --host-gib 64,-- --max-total-tokens 200000)
+	$(call night,9-starts,$(PYTHON) bench/starts.py build/qwen3-1.7b)
+	$(call night,9-online,$(PYTHON) bench/online.py --checkpoint build/qwen3-1.7b --concurrency 4 8)
+	$(call night,9-soak,$(SOAK) build/qwen3-tiny,-- --catalog items=$(ITEMS) few=$(FEW_ITEMS) --log-level warning)
+	$(if $(PEER),$(call night,9-peers,$(PYTHON) bench/peers.py $(PEER) --checkpoint build/qwen3-1.7b,$(PEER_ARGS)))
+	$(call night,9-accuracy-movielens,$(MOVIES))
+	$(call night,9-accuracy-movielens-fp8,$(MOVIES) --quantization fp8)
+	$(call night,9-accuracy-movielens-fp8-kv,$(MOVIES) --kv-cache-dtype fp8)
+	$(call night,9-accuracy-random-1.7b,$(RANDOM))
+	$(call night,9-accuracy-random-1.7b-fp8,$(RANDOM) --quantization fp8)
+	$(call night,9-accuracy-random-1.7b-fp8-kv,$(RANDOM) --kv-cache-dtype fp8)
+	@{ test ! -f $(NIGHTLY)/failed || { echo '## Failed'; echo; cat $(NIGHTLY)/failed; echo; }; \
+	  for part in $(NIGHTLY)/*.md; do printf '## %s\n\n' $$(basename $$part .md); cat $$part; echo; done; \
+	} > build/nightly.md
+	@status=0; test ! -f $(NIGHTLY)/failed || status=1; \
+	  for old in $(if $(OLD),$(wildcard $(OLD)/*-offline-*.json $(OLD)/*-accuracy-*.json)); do \
 	  printf '## Against %s\n\n' $$old; \
 	  $(PYTHON) bench/compare.py $$old $(NIGHTLY)/$$(basename $$old) || status=1; echo; done >> build/nightly.md; \
 	  echo build/nightly.md; exit $$status

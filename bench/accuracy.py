@@ -3,12 +3,15 @@
     python bench/accuracy.py CHECKPOINT --cases 200x8x64 [--enforce-eager] [--quantization fp8] [--save FILE.json]
     python bench/accuracy.py examples/movielens/checkpoint --cases 97x32x64 [--kv-cache-dtype fp8] [--recall 200]
 
-A case is CONTEXTxPROMPTS[xWIDTH[xTOKENS]]. The engine, as the options say, is compared with itself asked one prompt at
-a time, and without float8 projections or pages if it has any; with itself in float32 and plain PyTorch; with a plain
+A case is CONTEXTxPROMPTS[xWIDTH[xTOKENS]]. The engine, as the options say, is compared with itself: asked the same
+before (`repeated`), in the opposite order, so that prompts had other places in their waves (`other places`), and one
+prompt at a time (`alone`); without compiled functions and graphs, where it has them (`eager`: by the time of the
+answers that are compared, graphs replay; on a CPU and with --enforce-eager there is nothing to compare, and the row
+says so); without float8 projections or pages if it has any. Then with itself in float32 and plain PyTorch; with a plain
 beam search over Hugging Face's network in the same dtype, without any cache; and with --url, an SGLang-compatible
-server. `top1` is the share of prompts with the same best sequence, `overlap` the mean share of common sequences,
-`exact_sets` the share of prompts with exactly the same ones. Every returned score is compared with teacher-forced
-rescoring in float32.
+server. Which prompts share a wave is up to time, also where they are repeated. `top1` is the share of prompts with the
+same best sequence, `overlap` the mean share of common sequences, `exact_sets` the share of prompts with exactly the
+same ones. Every returned score is compared with teacher-forced rescoring in float32.
 
 Prompts are random token ids. With SIDs (--sids; by default sids.csv beside the checkpoint, as in the MovieLens example)
 or a parquet --catalog of token ids, they are histories of random items, and only items are legal.
@@ -24,6 +27,7 @@ import asyncio
 import csv
 import gc
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +35,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from floor import Case
 from judges import HuggingFace, Rules
+from matrix import Case
 from peers import DIALECTS, Answer, agreement, ask_all, sampling_params
 from report import header, save, table
 from transformers import AutoTokenizer
@@ -46,6 +50,12 @@ REFERENCE = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": 
 MOST_TOKENS = 1 << 22
 """Prefix tokens that the Hugging Face judges compute for one case; they leave out a larger one, and say so."""
 WAVE_TOKENS = 20_480
+ASKED = "asked"
+WAYS = ("repeated", "other places", ASKED, "alone")
+"""How an engine is asked, one after the other: before what is compared, the same twice, so that it comes from graphs
+that were captured, not from what compiles or captures them."""
+EAGER_ANYWAY = "not applicable: runs eager anyway"
+"""In the place of a comparison with eager."""
 
 Answers = dict[str, list[Answer]]
 """Answers to a case's prompts, by who gave them."""
@@ -98,10 +108,10 @@ def write_catalog(path: Path, sids: np.ndarray) -> Path:
     return path
 
 
-async def search(task: Task, settings: dict[str, Any], *, alone: bool = False) -> Answers:
-    """What the engine returns for all prompts of each case, submitted together or one by one."""
+async def search(task: Task, settings: dict[str, Any], ways: Sequence[str]) -> dict[str, Answers]:
+    """What one engine returns for all prompts of each case, by the way that they are asked, of WAYS."""
     longest = max(case.context + case.tokens for case in task.cases.values())
-    answers: Answers = {}
+    found: dict[str, Answers] = {way: {} for way in ways}
     async with Engine(
         str(task.folder), catalog=None if task.catalog is None else str(task.catalog), max_context_len=longest + 1,
         max_wave_tokens=WAVE_TOKENS, max_total_tokens=2 * max(WAVE_TOKENS, longest), max_levels=16,
@@ -109,26 +119,33 @@ async def search(task: Task, settings: dict[str, Any], *, alone: bool = False) -
     ) as engine:  # fmt: skip
         for name, case in task.cases.items():
             params = SearchParams(n=case.width, beam_width=case.width, max_new_tokens=case.tokens, ignore_eos=True)
-            if alone:
-                results = [await engine.submit(prompt, params) for prompt in task.prompts[name]]
-            else:
-                results = await asyncio.gather(*(engine.submit(prompt, params) for prompt in task.prompts[name]))
-            answers[name] = [
-                Answer(
-                    result.timing_ms.total,
-                    [tuple(sequence.token_ids) for sequence in result.sequences],
-                    [sequence.score for sequence in result.sequences],
-                )
-                for result in results
-            ]
-    return answers
+            for way in ways:
+                found[way][name] = await asked_by(way, engine, task.prompts[name], params)
+    return found
 
 
-def searched(task: Task, settings: dict[str, Any], *, alone: bool = False) -> Answers:
+async def asked_by(way: str, engine: Engine, prompts: list[list[int]], params: SearchParams) -> list[Answer]:
+    """One of WAYS; answers in the order of the prompts."""
+    if way == "alone":
+        results = [await engine.submit(prompt, params) for prompt in prompts]
+    else:
+        order = -1 if way == "other places" else 1
+        results = (await asyncio.gather(*(engine.submit(prompt, params) for prompt in prompts[::order])))[::order]
+    return [
+        Answer(
+            result.timing_ms.total,
+            [tuple(sequence.token_ids) for sequence in result.sequences],
+            [sequence.score for sequence in result.sequences],
+        )
+        for result in results
+    ]
+
+
+def searched(task: Task, settings: dict[str, Any], ways: Sequence[str] = (ASKED,)) -> dict[str, Answers]:
     """The same, with the device's memory given back."""
-    answers = asyncio.run(search(task, settings, alone=alone))
+    found = asyncio.run(search(task, settings, ways))
     release()
-    return answers
+    return found
 
 
 def release() -> None:
@@ -174,10 +191,12 @@ def run(arguments: argparse.Namespace, task: Task) -> dict[str, Any]:
     dtype = automatic if arguments.dtype == "auto" else arguments.dtype
     plain = {"dtype": dtype, "attention_backend": arguments.attention_backend, "enforce_eager": arguments.enforce_eager}
     variants = variants_of(arguments, plain)
-    settings = variants.pop("asked")
-    ours = searched(task, settings)
-    others = {"alone": searched(task, settings, alone=True)}
-    others |= {name: searched(task, variant) for name, variant in variants.items()}
+    settings = variants[ASKED]
+    others = searched(task, settings, WAYS)
+    ours = others.pop(ASKED)
+    if compiles := device.type == "cuda" and not arguments.enforce_eager:
+        others["eager"] = searched(task, settings | {"enforce_eager": True})[ASKED]
+    others |= {name: searched(task, variant)[ASKED] for name, variant in variants.items() if name != ASKED}
     others["Hugging Face"] = judged(task, getattr(torch, dtype), device)
     release()
     if arguments.url:
@@ -187,22 +206,24 @@ def run(arguments: argparse.Namespace, task: Task) -> dict[str, Any]:
         cases[name] = {other: agreement(ours[name], found[name]) for other, found in others.items() if name in found}
         if name in others["Hugging Face"]:
             cases[name]["Hugging Face to float32"] = agreement(others["Hugging Face"][name], others["float32"][name])
+        if not compiles:
+            cases[name]["eager"] = EAGER_ANYWAY
     for name, errors in score_errors(task, ours, device).items():
         cases[name]["scores"] = errors
     report = header(arguments) | {"dtype": dtype, "cases": cases}
     if arguments.recall:
-        report["recall"] = recalls(arguments.recall, {"asked": settings} | variants)
+        report["recall"] = recalls(arguments.recall, variants)
     return report
 
 
 def variants_of(arguments: argparse.Namespace, plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The engine's settings as asked, and those that it is compared with: in float32, and without what is float8."""
     quantized = plain if arguments.quantization is None else plain | {"quantization": arguments.quantization}
-    variants = {"asked": quantized, "float32": REFERENCE}
+    variants = {ASKED: quantized, "float32": REFERENCE}
     if quantized != plain:
         variants["unquantised"] = plain
     if arguments.kv_cache_dtype is not None:
-        variants |= {"asked": quantized | {"kv_cache_dtype": arguments.kv_cache_dtype}, "plain KV": quantized}
+        variants |= {ASKED: quantized | {"kv_cache_dtype": arguments.kv_cache_dtype}, "plain KV": quantized}
     return variants
 
 
@@ -238,6 +259,8 @@ def markdown(report: dict[str, Any]) -> str:
         for other, values in comparisons.items():
             if other == "scores":
                 scores.append((name, values["sequences"], values["p99"], values["max"]))
+            elif values == EAGER_ANYWAY:
+                rows.append((name, other, values, *(None for _ in columns[1:])))
             else:
                 rows.append((name, other, *((values or {}).get(column) for column in columns)))
     recall = [(name, *values.values()) for name, values in report.get("recall", {}).items()]

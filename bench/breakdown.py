@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from offline import WARM_UP, options, prepare, run_wave
-from report import header, save, table
+from report import header, origin, save, table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from widebeam.engine import search
@@ -33,12 +33,13 @@ from widebeam.engine.runtime import Runtime
 KINDS = {
     "collectives": r"nccl|c10d|gloo",
     "attention": r"flashinfer|BatchPrefill|PrefillWith|MergeState|flash_|fmha|attention|sdpa",
-    "GEMM": r"gemm|nvjet|xmma|splitK|cublas|cutlass|wgmma|_mm\b|::(mm|bmm|addmm|linear|matmul)\b|triton_tem_",
-    "selection": r"topk|top_k|sort|radix|segment|(?<!index_)select|bitonic|argmax|cumsum|scan|searchsorted|nonzero"
-    r"|logsumexp|log_softmax|candidate|^_(count|take|rank|columns|merge)$",
+    "GEMM": r"gemm|nvjet|xmma|splitK|cublas|cutlass|wgmma|_mm\b|::(mm|bmm|addmm|linear|matmul|add_product)\b"
+    r"|triton_tem_",
+    "selection": r"topk|top_k|sort|radix|segment|(?<![_:])select(?!_)|bitonic|argmax|cumsum|scan|searchsorted|nonzero"
+    r"|logsumexp|log_softmax|candidate|column_best|^_(count|take|rank|columns|merge)$",
     "copies": r"memcpy|memset|direct_copy|copy_kernel|::copy_|CatArray|FillFunctor|::fill_|::zero_",
     "pointwise": r"triton_|elementwise|vectorized|reduce_kernel|norm|silu|rope|rotary|rotate|quant|index|gather|scatter"
-    r"|_merge_beams|at::native|aten::",
+    r"|merge_beams|at::native|aten::",
 }
 """The first pattern found in a kernel's name decides its kind; a name without any is `other`."""
 PHASES = ("prefill", "levels", "collect")
@@ -186,5 +187,7 @@ if __name__ == "__main__":
     chosen = options(__doc__).parse_args()
     bench = prepare(chosen)
     cases = {name: breakdown(bench.runtime, jobs, min(5, chosen.repeats)) for name, (_, jobs) in bench.waves.items()}
-    print(markdown(cases))
-    save(chosen.save, header(chosen) | {"cases": cases}, markdown(cases))
+    report = header(chosen) | {"cases": cases}
+    text = f"{origin(report)}\n\n{markdown(cases)}"
+    print(text)
+    save(chosen.save, report, text)

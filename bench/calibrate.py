@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matrix import Case
 from report import table
 
 from widebeam.config import EngineConfig
@@ -50,7 +51,7 @@ def deviations(paths: Sequence[Path], gpu: str, calibration: Calibration | None 
         for name, measured in report["cases"].items():
             if "total_ms" not in measured:
                 continue
-            context, requests, width, tokens = _case(name, given)
+            context, requests, width, tokens = Case.parse(name, int(given["width"]), int(given["tokens"]))
             waves = WaveModel(
                 SHAPES[report["shape"]], GPUS[gpu], width, tokens, fp8=given["quantization"] == "fp8",
                 codes=None if given["catalog"] == "None" else CODES,
@@ -65,13 +66,6 @@ def deviations(paths: Sequence[Path], gpu: str, calibration: Calibration | None 
                 Deviation(path.stem, name, *(ms / measured[key] for ms, key in zip(ratios, keys, strict=True)))
             )
     return found
-
-
-def _case(name: str, given: dict[str, str]) -> tuple[int, int, int, int]:
-    """As floor.Case.parse, which imports torch."""
-    context, requests, *rest = map(int, name.split("x"))
-    width, tokens = [*rest, *(int(given["width"]), int(given["tokens"]))[len(rest) :]]
-    return context, requests, width, tokens
 
 
 def fit(paths: Sequence[Path], gpu: str) -> Calibration:

@@ -4,14 +4,15 @@
 
 Prints a table and ends with status 1 if a case is missing or failed, if one is more than 3 % slower (`total_ms`), or
 if any accuracy figure is worse: best sequences, overlaps and equal sets of each comparison, score errors, Recall@10 and
-NDCG@10. What only the new report has is shown and passes. Times compare only between machines of one kind: different
-ones are named.
+NDCG@10. What only the new report has is shown and passes. Only reports of the same options, from machines of one kind,
+compare: what differs is named.
 
 Two runs of the same code differ by chance in one way: which prompts share a wave is up to time, and on a GPU the last
-digits of scores depend on that (on a CPU three runs, and waves of four sizes, agreed to the bit). It has never changed
-a sequence: `alone` is 1 in all reports. So shares and recall have no allowance. In those of the MovieLens example
-bfloat16 changes 55 of 8192 sequences; as company changes none, it moves scores by a few hundredths of what bfloat16
-does, and at random, which leaves a high quantile of the errors where it is but for a hundredth: they may grow by 1 %.
+digits of scores depend on that (on a CPU three runs, and waves of four sizes, agreed to the bit; on a GPU it is still
+to be measured). It has never changed a sequence: `alone` is 1 in all reports. So shares and recall have no allowance.
+In those of the MovieLens example bfloat16 changes 55 of 8192 sequences; as company changes none, it moves scores by a
+few hundredths of what bfloat16 does, and at random, which leaves a high quantile of the errors where it is but for a
+hundredth: they may grow by 1 %.
 """
 
 from __future__ import annotations
@@ -91,11 +92,16 @@ def main() -> int:
     parser.add_argument("new", type=Path)
     arguments = parser.parse_args()
     old, new = (json.loads(path.read_text()) for path in (arguments.old, arguments.new))
+    if not all("cases" in one for one in (old, new)):
+        parser.error("one of the two is no report of offline.py or accuracy.py: it has no cases")
     rows = compare(old, new)
     columns = ["case", "figure", "old", "new", "new / old", "verdict"]
     print(table(columns, [(*row, row.change, row.verdict) for row in rows]))
     if old.get("machine") != new.get("machine"):
         print(f"\nNot the same machine: {old.get('machine')} and {new.get('machine')}.")
+    before, after = old.get("arguments", {}), new.get("arguments", {})
+    for name in sorted(name for name in before.keys() & after.keys() if before[name] != after[name]):
+        print(f"\nNot the same option {name}: {before[name]} and {after[name]}.")
     bad = sum(not row.passes for row in rows)
     print(f"\n{bad} of {len(rows)} figures are worse or missing." if bad else f"\nNone of {len(rows)} is worse.")
     return 1 if bad or not rows else 0

@@ -3,9 +3,21 @@
     python bench/floor.py qwen3-1.7b --cases 1000x1 5000x4 [--fp8] [--codes 8192] [--behind-prefill] [--save FILE.json]
 
 A case is CONTEXTxREQUESTS[xWIDTH[xTOKENS]]. Products: cuBLAS, or for fp8 `torch._scaled_mm` with row-wise scales where
-that is faster. Attention: FlashInfer, ragged for prompts and paged for beams. Bytes that the work between them cannot
-avoid: at the speed of a large copy. Selection adds nothing but reading the logits once. widebeam/plan/work.py says what
-the parts are, kernels.py how each is timed; offline.py divides by the sum.
+that is faster. Attention: FlashInfer, ragged for prompts and paged for beams. Selection adds nothing but reading the
+logits once. widebeam/plan/work.py says what the parts are, kernels.py how each is timed; offline.py divides by the sum.
+
+Bytes: what must pass between those kernels with the best fusion, each element read once and written once. A layer has
+four such passes, for each row: the residual read and its norm written, twice; q and k read and written, normed and
+rotated; gate and up read, what becomes of them written. In fp8 what is written has one byte an element, and the output
+of attention is read and written, too. Beams read their own keys and values. Products add to the residual and store
+values while they write, so that neither counts, though the engine's kernels do more here and there (values into pages;
+keys of prompts a second time; with fp8 the residual, written again).
+
+A pass takes as long as a copy of so many bytes between the same two tensors over and over, by the fastest kernel found
+(`copy, TB/s`: of a large one, where 4.2 was seen on an H200; much less means that this floor is too high). So small
+passes, such as those of 1024 rows, have the speed of the cache. Of large ones nothing is taken off for what the cache
+still holds of the product before: the engine's kernels begin with that, and yet the profile of a prefill of 4 x 5000
+tokens has them at 4.0 to 4.3 TB/s, a copy's speed within 3 %.
 
 --behind-prefill times the parts of the levels right behind the layers of the case's own prefill, at the clock that the
 power limit leaves them there, where they otherwise are timed on a GPU that has rested.
@@ -16,29 +28,15 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import kernels
-from report import header, save, table
+from matrix import Case
+from report import header, origin, save, table
 from timing import behind
 
 from widebeam.plan.shapes import SHAPES
 from widebeam.plan.work import Prompt, Shape, Work, phase_ms
-
-
-class Case(NamedTuple):
-    """Prompts of one length, prefilled together and searched as one wave."""
-
-    context: int
-    requests: int
-    width: int
-    tokens: int
-
-    @classmethod
-    def parse(cls, text: str, width: int = 256, tokens: int = 3) -> Case:
-        """CONTEXTxREQUESTS[xWIDTH[xTOKENS]]"""
-        context, requests, *rest = map(int, text.split("x"))
-        return cls(context, requests, *rest, *(width, tokens)[len(rest) :])
 
 
 def floor(
@@ -60,7 +58,7 @@ def floor(
     prefill, *levels = phase_ms(parts).values()
     return {
         "prefill_ms": prefill, "levels_ms": sum(levels), "level_ms": levels, "total_ms": prefill + sum(levels),
-        "parts": [part._asdict() for part in parts],
+        "copy_tb_s": kernels.copy_tb_s(), "parts": [part._asdict() for part in parts],
     }  # fmt: skip
 
 
@@ -71,10 +69,15 @@ def markdown(cases: dict[str, dict[str, Any]]) -> str:
         rows = [(*part.values(), part["ms"] * part["times"]) for part in found["parts"]]
         blocks += [f"{name}, parts in ms:\n", table(["phase", "part", "each", "times", "sum"], rows), ""]
     sums = [
-        (name, found["total_ms"], found["prefill_ms"], " ".join(f"{ms:.2f}" for ms in found["level_ms"]))
+        (
+            name,
+            *(found[key] for key in ("total_ms", "prefill_ms")),
+            " ".join(f"{ms:.2f}" for ms in found["level_ms"]),
+            found["copy_tb_s"],
+        )
         for name, found in cases.items()
     ]
-    return "\n".join([*blocks, table(["case", "floor, ms", "prefill", "each level"], sums)])
+    return "\n".join([*blocks, table(["case", "floor, ms", "prefill", "each level", "copy, TB/s"], sums)])
 
 
 if __name__ == "__main__":
@@ -91,6 +94,7 @@ if __name__ == "__main__":
         text: floor(Case.parse(text), shape, fp8=chosen.fp8, codes=chosen.codes, behind_prefill=chosen.behind_prefill)
         for text in chosen.cases
     }
-    text = f"Floor of {chosen.shape}\n\n{markdown(cases)}"
+    report = header(chosen) | {"cases": cases}
+    text = f"{origin(report)}\n\nFloor of {chosen.shape}\n\n{markdown(cases)}"
     print(text)
-    save(chosen.save, header(chosen) | {"cases": cases}, text)
+    save(chosen.save, report, text)

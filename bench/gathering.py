@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from floor import Case
+from matrix import Case
 from offline import make_jobs
 from timing import CUDA, DEVICE, distinct, launch_ms
 from torch import Tensor

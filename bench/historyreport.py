@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from report import table
+from report import origin, table
 
 Modes = dict[str, Any]
 """What was measured, by mode, then by part."""
@@ -14,7 +14,7 @@ def markdown(report: dict[str, Any]) -> str:
     """A table for each part that was measured, and one of memory."""
     modes = report["modes"]
     parts = [made(modes) for part, made in TABLES.items() if part in modes["off"]]
-    return "\n\n".join([f"{report['command']}\n{report['machine']}, {report['date']}.", *parts])
+    return "\n\n".join([origin(report), *parts])
 
 
 def _single(modes: Modes) -> str:

@@ -49,16 +49,40 @@ def random_fp8(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return random(rows, columns).to(torch.float8_e4m3fn), torch.rand(rows, 1, device=DEVICE)
 
 
+@cache
+def _copying() -> Callable[[Tensor, Tensor], object]:
+    """The fastest way to copy a large tensor to another, (target, source). Kernels that compute something beside it
+    may be faster than PyTorch's own copy: that becomes a memcpy in a graph, which had two thirds of their speed on an
+    H200."""
+
+    def negated(dtype: torch.dtype, target: Tensor, source: Tensor) -> object:
+        return torch.neg(source.view(dtype), out=target.view(dtype))
+
+    ways = [Tensor.copy_, *(partial(negated, dtype) for dtype in (torch.int64, torch.int32, torch.int16))]
+    source, target = _words(COPY_BYTES), torch.empty(COPY_BYTES // 8, dtype=torch.int64, device=DEVICE)
+    return min(ways, key=lambda way: launch_ms([partial(way, target, source)]))
+
+
+def _words(nbytes: int) -> Tensor:
+    """Random numbers of 8 bytes, at least one."""
+    return torch.randint(1 << 62, (max(1, nbytes // 8),), device=DEVICE)
+
+
 @remembered
-def copy_bandwidth() -> float:
-    """Bytes a millisecond, read and written together."""
-    source, target = (torch.randint(-128, 127, (COPY_BYTES,), dtype=torch.int8, device=DEVICE) for _ in range(2))
-    return 2 * COPY_BYTES / launch_ms([partial(target.copy_, source)])
-
-
 def copy_ms(nbytes: int) -> float:
-    """Milliseconds in which so many bytes, read or written, pass the memory."""
-    return nbytes / copy_bandwidth()
+    """Milliseconds of a kernel that reads half of so many bytes and writes the other half.
+
+    Between the same two tensors again and again: what fits the cache stays there, as what a product has just written
+    does. So of a small size this is the cache's speed, of a large one the memory's.
+    """
+    source = _words(min(nbytes // 2, COPY_BYTES))
+    moved = 2 * source.nbytes
+    return launch_ms([partial(_copying(), torch.empty_like(source), source)]) * max(1.0, nbytes / moved)
+
+
+def copy_tb_s() -> float:
+    """What a large copy reads and writes, in terabytes a second."""
+    return 2 * COPY_BYTES / copy_ms(2 * COPY_BYTES) / 1e9
 
 
 @remembered

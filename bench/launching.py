@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from offline import Bench, options, prepare, run_wave, spread
-from report import header, save, table
+from report import header, origin, save, table
 
 from widebeam import Engine
 from widebeam.engine import runtime as runtime_module
@@ -106,7 +106,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     columns = [*PARTS, "plans", "replays", "other"]
     return (
-        f"{report['command']}\n{report['machine']}, {report['date']}. Milliseconds of the host a wave; parts are "
+        f"{origin(report)} Milliseconds of the host a wave; parts are "
         f"means of waves with timers.\n\n{table(['case', 'launch', 'p90', 'least', *columns], rows)}"
     )
 

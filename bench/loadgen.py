@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 import numpy as np
 from peers import sampling_params
+from report import quantile, quantiles
 from yarl import URL
 
 from widebeam.sessions import SESSION_HEADER
@@ -280,15 +281,6 @@ def standard_error(moments: Sequence[float], first: float, last: float) -> float
     equal parts. A wave whose answers fall into one part or the next makes it larger than it is."""
     counts, _ = np.histogram(moments, INTERVALS, (first, last))
     return float(counts.std(ddof=1) / counts.mean() / math.sqrt(INTERVALS)) if len(moments) else None
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """By nearest rank: a value that was measured."""
-    return float(np.quantile(values, share, method="inverted_cdf")) if values else None
-
-
-def quantiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    return {f"{name}_p{share * 100:g}_ms": quantile(values, share) for share in (0.5, 0.9, 0.99)}
 
 
 def settle() -> None:

@@ -1,14 +1,31 @@
-"""The cases that this project holds itself to, what it aims for in them, what others need, and offline.py's table."""
+"""What a case is; the cases that this project holds itself to, what it aims for in them, what others need, and
+offline.py's table. Imports no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from report import table
 
 from widebeam.plan.shapes import SHAPES
 from widebeam.plan.work import Shape
+
+
+class Case(NamedTuple):
+    """Prompts of one length, prefilled together and searched as one wave."""
+
+    context: int
+    requests: int
+    width: int
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str, width: int = 256, tokens: int = 3) -> Case:
+        """CONTEXTxREQUESTS[xWIDTH[xTOKENS]]"""
+        context, requests, *rest = map(int, text.split("x"))
+        return cls(context, requests, *rest, *(width, tokens)[len(rest) :])
+
 
 MAIN = [f"{context}x{requests}" for context in (1000, 5000) for requests in (1, 4, 8)]
 WIDTHS = [f"5000x{requests}x{width}" for requests in (1, 4) for width in (32, 128, 512, 1000, 5000)]

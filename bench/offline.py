@@ -32,9 +32,9 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import torch
-from floor import Case, floor
-from matrix import cases_of, markdown, name_of
-from report import header, save
+from floor import floor
+from matrix import Case, cases_of, markdown, name_of
+from report import header, quantile, save
 
 from widebeam.config import EngineConfig
 from widebeam.constraints.arena import device_bytes
@@ -220,8 +220,8 @@ def count_replays() -> Iterator[list[None]]:
         yield replays
 
 
-def spread(median: str, p90: str, times: list[float]) -> dict[str, float]:
-    return {median: statistics.median(times), p90: sorted(times)[int(0.9 * len(times))]}
+def spread(median: str, p90: str, times: list[float]) -> dict[str, float | None]:
+    return {median: statistics.median(times), p90: quantile(times, 0.9)}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ prepared and launched one.
 
 On one core of an AMD EPYC (2 cores in all) it drives 11,000 requests/s with prompts of 5000 tokens and answers of 256
 beams, 30 kB each way, against a server that answers at once from the other core.
-Exit status 1 if anything failed, other than by a 429.
+Exit status 1 if anything failed, other than by a 429, or a server of its own ended with another status than 0.
 """
 
 from __future__ import annotations
@@ -60,15 +60,13 @@ from loadgen import (
     make_requests,
     mixed_shapes,
     poisson,
-    quantile,
-    quantiles,
     read_trace,
     settle,
     summary,
 )
 from loadreport import Level, markdown, plot
 from peers import DIALECTS
-from report import header, save
+from report import header, origin, quantile, quantiles, save
 from servers import machine, quiet, running_server, split_flags
 
 CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
@@ -369,13 +367,14 @@ def main(argv: list[str]) -> int:
         return 0
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         report = header(arguments) | runner.run(measure(arguments))
-    print(markdown(report))
-    save(arguments.save, report, markdown(report))
+    text = f"{origin(report | report['server'])}\n\n{markdown(report)}"
+    print(text)
+    save(arguments.save, report, text)
     if arguments.plot:
         plot(report, arguments.plot)
     failed = [level["failed"] for level in report["levels"]]
     failed += [report[part][key] for part, key in (("health", "failed"), ("health", "failed_beside")) if part in report]
-    return int(any(failed))
+    return int(any(failed) or bool(report["server"].get("exit_status")))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
-from report import header, save, table
-from servers import quiet, running_server, split_flags
+from report import header, origin, quantile, save, table
+from servers import machine, quiet, running_server, split_flags
 
 DIALECTS = ("sglang", "fork", "n")
 Tokens = tuple[int, ...]
@@ -94,14 +94,10 @@ def overlap(one: Sequence[Tokens], other: Sequence[Tokens]) -> float:
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     """Latency of what was answered, in ms, and how much that was."""
-    good = sorted(answer.latency_ms for answer in answers if answer.error is None)
+    good = [answer.latency_ms for answer in answers if answer.error is None]
     errors = [answer.error for answer in answers if answer.error is not None]
-
-    def percentile(share: float) -> float | None:
-        return good[min(len(good) - 1, int(share * len(good)))] if good else None
-
     return {
-        "p50_ms": statistics.median(good) if good else None, "p90_ms": percentile(0.9), "p99_ms": percentile(0.99),
+        "p50_ms": quantile(good, 0.5), "p90_ms": quantile(good, 0.9), "p99_ms": quantile(good, 0.99),
         "requests_per_s": len(good) / seconds, "answered": len(good), "errors": len(errors),
         "first_error": errors[0] if errors else None,
     }  # fmt: skip
@@ -198,6 +194,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 if __name__ == "__main__":
     chosen = parse(sys.argv[1:])
     report = header(chosen) | asyncio.run(run(chosen))
-    print(markdown(report))
-    save(chosen.save, report, markdown(report))
+    if chosen.checkpoint is not None:
+        report["machine"] = machine()
+    text = f"{origin(report)}\n\n{markdown(report)}"
+    print(text)
+    save(chosen.save, report, text)
     raise SystemExit(any(server["errors"] for server in report["servers"]))

@@ -1,16 +1,20 @@
-"""How the benchmarks write down what they measured: a table for people, JSON for compare.py. Imports no torch."""
+"""How the benchmarks sum up and write down what they measured: a table for people, JSON for compare.py. Imports no
+torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 def header(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -21,8 +25,8 @@ def header(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _elsewhere(value: str) -> str:
-    """An option as it means something on other machines: of an absolute path its last part."""
-    return Path(value).name if value.startswith("/") else value
+    """An option as it means something on other machines: of absolute paths, in lists too, the last part."""
+    return re.sub(r"""(?<![^\s='"\[])/[^\s'",\]]*""", lambda path: Path(path[0]).name, value)
 
 
 def machine() -> str:
@@ -32,6 +36,11 @@ def machine() -> str:
         return f"client on {platform.machine()}"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{device}, torch {torch.__version__}"
+
+
+def origin(report: dict[str, Any]) -> str:
+    """How a report reads at its top: its command, and where and when that ran."""
+    return f"{report['command']}\n{report['machine']}, {report['date']}."
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -48,6 +57,15 @@ def _cell(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4g}"
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """By nearest rank: a value that was measured."""
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else None
+
+
+def quantiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    return {f"{name}_p{share * 100:g}_ms": quantile(values, share) for share in (0.5, 0.9, 0.99)}
 
 
 def save(path: Path | None, report: dict[str, Any], markdown: str) -> None:

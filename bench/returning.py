@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from loadgen import quantiles
+from report import quantiles
 
 from widebeam import Engine, SearchParams, anchored_history
 

@@ -14,7 +14,8 @@ loops at that share of what replicas without a cache can do.
                     hash-balance-factor F)
 
 --router-ms: a router that everything passes, one request at a time. --validate: levels of a report of online.py (of
-as many replicas, no prefix cache, prompts of one length) beside what is predicted.
+as many replicas, no prefix cache, prompts of one length) beside what is predicted; what it asked for is in the report,
+so that of the other options only the shape, the GPU, the quantization, --items and one number of --replicas count.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from loadgen import quantiles
-from report import header, save, table
+from report import header, quantiles, save, table
 from returning import zipf_visits
 from routing import Cache, Histories, Router, Visit
 
@@ -189,7 +189,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--validate", type=Path, metavar="ONLINE.json")
     parser.add_argument("--save", type=Path)
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.validate and len(given.replicas) != 1:
+        parser.error("--validate is for one number of servers: give --replicas N, as many as the report had")
+    return given
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ For each --warmup, `widebeam serve CHECKPOINT` starts twice, with cache folders 
 TRITON_CACHE_DIR) that are empty at first and then hold what the first start has compiled. Kernels of FlashInfer are
 neither: the first start on a machine builds them, later ones load them. What was loaded, compiled and captured is read
 from the server's log; on a CPU nothing is compiled. `fallbacks` and `late_graphs` are read from /metrics once it is
-ready.
+ready. Exit status 1 if a server ended with another status than 0.
 
 `ready s` is all of it, Python's imports and the catalogs' files included. `load s` is all that comes on
 the device before the warm-up: attention kernels, weights, rooms, the largest waves and pools. `kernels s` is the part
@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from report import header, save, table
+from report import header, origin, save, table
 from servers import counts, machine, running_server, split_flags
 
 KERNELS = re.compile(r"FlashInfer's \w+ kernels are there after ([\d.]+) s")
@@ -100,7 +100,7 @@ async def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None
 def markdown(report: dict[str, Any]) -> str:
     """One row for each start."""
     rows = [[start[key] for key in COLUMNS] for start in report["starts"]]
-    return f"{report['command']}\n{report['machine']}, {report['date']}.\n\n{table(list(COLUMNS.values()), rows)}"
+    return f"{origin(report)}\n\n{table(list(COLUMNS.values()), rows)}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -113,12 +113,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(own, argparse.Namespace(serve=serve))
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     arguments = parse(argv)
     report = header(arguments) | {"machine": machine(), "starts": []}
     asyncio.run(measure(arguments, report))
     print(markdown(report))
+    return int(any(start["exit_status"] for start in report["starts"]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(main(sys.argv[1:]))

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from loadgen import quantiles
 from random_catalog import GROUPS, write_catalog
+from report import quantiles
 
 from widebeam import Engine
 from widebeam.constraints.filter_spec import Filters, Predicate

@@ -17,6 +17,7 @@ import peers
 import pytest
 import torch
 from judges import HuggingFace, Rules
+from random_checkpoint import write_checkpoint
 
 from tests import hf, oracle, tiny
 from tests.http.service import running_service
@@ -56,19 +57,33 @@ def accuracy_report(arguments: list[str], scratch: Path) -> dict[str, Any]:
 def test_the_engine_is_accurate_on_a_random_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     made = accuracy_report([str(checkpoint), "--cases", "12x2x8x2"], tmp_path)
     found = made["cases"]["12x2x8x2"]
-    assert set(found) == {"alone", "float32", "Hugging Face", "Hugging Face to float32", "scores"}
-    for name in found.keys() - {"scores"}:
+    compared = {"repeated", "other places", "alone", "float32", "Hugging Face", "Hugging Face to float32"}
+    assert set(found) == compared | {"eager", "scores"}
+    for name in compared:
         assert found[name] == {"prompts": 2, "top1": 1.0, "overlap": 1.0, "overlap_min": 1.0, "exact_sets": 1.0}
     assert found["scores"]["sequences"] == 16 and found["scores"]["max"] < 1e-4
     assert {row.verdict for row in compare.compare(made, made)} == {"ok"}
-    assert "| 12x2x8x2 " in accuracy.markdown(made)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in accuracy.markdown(made).splitlines()]
+    assert ["12x2x8x2", "repeated", "2", *["1.00"] * 4] in rows
+    assert ["12x2x8x2", "eager", "not applicable: runs eager anyway", *["-"] * 4] in rows
+
+
+@pytest.mark.gpu
+def test_graphs_are_compared_with_eager(tmp_path: Path) -> None:
+    folder = write_checkpoint("qwen3-tiny", tmp_path / "model")
+    found = accuracy_report([str(folder), "--cases", "50x4x32"], tmp_path)["cases"]["50x4x32"]
+    assert all(found[name]["prompts"] == 4 for name in ("eager", *accuracy.WAYS) if name != accuracy.ASKED)
+    assert found["eager"]["overlap"] > 0.9 and found["repeated"]["overlap"] > 0.9
+    given = accuracy_report([str(folder), "--cases", "50x4x32", "--enforce-eager"], tmp_path)["cases"]["50x4x32"]
+    assert given["eager"] == accuracy.EAGER_ANYWAY
 
 
 def test_float8_pages_are_compared_with_plain_ones(checkpoint: Path, tmp_path: Path) -> None:
     made = accuracy_report([str(checkpoint), "--cases", "12x2x8x2", "--kv-cache-dtype", "fp8"], tmp_path)
     found = made["cases"]["12x2x8x2"]
     assert set(found) == {
-        "alone", "float32", "plain KV", "Hugging Face", "Hugging Face to float32", "scores"
+        "repeated", "other places", "alone", "eager", "float32", "plain KV", "Hugging Face", "Hugging Face to float32",
+        "scores",
     }  # fmt: skip
     assert found["alone"]["overlap"] == 1.0 and found["plain KV"] == found["float32"]
     assert 1e-4 < found["scores"]["max"] < 0.5
@@ -96,7 +111,7 @@ def test_the_engine_is_accurate_on_a_table_of_sids(tmp_path: Path) -> None:
     lines = ["item_id,a,b,c", *(",".join(map(str, [item, *sid])) for item, sid in enumerate(codes.tolist()))]
     (tmp_path / "sids.csv").write_text("\n".join(lines) + "\n")
     found = accuracy_report([str(folder), "--cases", "12x2x8"], tmp_path)["cases"]["12x2x8"]
-    assert all(values["overlap"] == 1.0 for name, values in found.items() if name != "scores")
+    assert all(values["overlap"] == 1.0 for name, values in found.items() if name not in ("scores", "eager"))
     assert found["scores"]["max"] < 1e-4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -22,7 +23,8 @@ import torch
 from random_checkpoint import write_checkpoint
 from timing import behind, graph_of
 
-from widebeam.plan.work import Shape, Work
+from widebeam.plan.shapes import SHAPES
+from widebeam.plan.work import Prompt, Shape, Work, phase_ms
 
 TINY = Shape(hidden=32, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=64)
 
@@ -81,6 +83,24 @@ def test_compare_fails_on_what_became_worse(
     monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, files)])
     assert compare.main() == status
     assert all(verdict in capsys.readouterr().out for verdict in verdicts[:1])
+
+
+def test_compare_names_what_differs_and_refuses_other_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = timed(a=1.0) | {"arguments": {"width": "64", "catalog": "None"}, "machine": "x"}
+    other = timed(a=1.0) | {"arguments": {"width": "256", "catalog": "None", "later": "1"}, "machine": "y"}
+    files = {"one": one, "other": other, "load": {"levels": []}}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "one"), str(tmp_path / "other")])
+    assert compare.main() == 0
+    out = capsys.readouterr().out
+    assert "Not the same option width: 64 and 256." in out and "catalog" not in out and "later" not in out
+    assert "Not the same machine: x and y." in out
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "one"), str(tmp_path / "load")])
+    with pytest.raises(SystemExit):
+        compare.main()
 
 
 @pytest.mark.parametrize(
@@ -192,25 +212,26 @@ def test_offline_compares_policies(checkpoint: Path) -> None:
 
 
 def test_a_case_takes_what_it_does_not_say_from_the_options() -> None:
-    assert floor.Case.parse("5000x4") == (5000, 4, 256, 3)
-    assert floor.Case.parse("5000x4", 32, 5) == (5000, 4, 32, 5)
-    assert floor.Case.parse("1000x1x5000", 32, 5) == (1000, 1, 5000, 5)
-    assert floor.Case.parse("1000x1x5000x16", 32, 5) == (1000, 1, 5000, 16)
+    assert matrix.Case.parse("5000x4") == (5000, 4, 256, 3)
+    assert matrix.Case.parse("5000x4", 32, 5) == (5000, 4, 32, 5)
+    assert matrix.Case.parse("1000x1x5000", 32, 5) == (1000, 1, 5000, 5)
+    assert matrix.Case.parse("1000x1x5000x16", 32, 5) == (1000, 1, 5000, 16)
 
 
 def test_a_floor_is_the_sum_of_its_parts() -> None:
-    found = floor.floor(floor.Case(context=16, requests=2, width=4, tokens=3), TINY, codes=8)
+    found = floor.floor(matrix.Case(context=16, requests=2, width=4, tokens=3), TINY, codes=8)
     parts = found["parts"]
     assert found["total_ms"] == pytest.approx(sum(part["ms"] * part["times"] for part in parts))
     assert found["prefill_ms"] + found["levels_ms"] == pytest.approx(found["total_ms"])
     assert len(found["level_ms"]) == 2
     assert {part["phase"] for part in parts} == {"prefill", "level 1", "level 2"}
     assert {part["times"] for part in parts if part["name"] == "gate_up"} == {TINY.layers - 1, TINY.layers}
+    assert found["copy_tb_s"] > 0 and "copy, TB/s" in floor.markdown({"16x2": found})
 
 
 def test_levels_are_timed_behind_prefill() -> None:
     """Each of their parts anew, although the same were timed alone before."""
-    case, ran = floor.Case(context=16, requests=2, width=4, tokens=2), []
+    case, ran = matrix.Case(context=16, requests=2, width=4, tokens=2), []
     floor.floor(case, TINY, codes=8)
     with behind(lambda: ran.append(1)):
         first = kernels.product_ms(8, 64, 32)
@@ -233,11 +254,67 @@ def test_a_graph_holds_what_it_reads() -> None:
 
 
 def test_bytes_between_products_are_those_of_a_fused_layer() -> None:
-    _, nbytes = Work(TINY, kernels).layer(10)
-    elements = 2 * (32 + 32 + 32)  # twice: residual read, residual written, norm written
-    elements += (64 + 32 + 32) + 64 + 32 + 32  # q, k, v read; q, k, v written
-    elements += 48 + 48 + 48  # gate and up read, their product written
-    assert nbytes == 10 * elements * 2
+    _, passes = Work(TINY, kernels).layer(10)
+    assert passes == {
+        "norm before qkv": 10 * (32 + 32) * 2,  # the residual read, its norm written
+        "rotation": 10 * 2 * (64 + 32) * 2,  # q and k read and written
+        "norm before gate_up": 10 * (32 + 32) * 2,
+        "activation": 10 * (48 + 48 + 48) * 2,  # gate and up read, their product written
+    }
+
+
+class NoTime:
+    """A timer to which everything takes as many ms as bytes, or none; products in float8 are the faster ones."""
+
+    def copy_ms(self, nbytes: int) -> float:
+        return float(nbytes)
+
+    def fp8_product_ms(self, rows: int, n: int, k: int) -> float:
+        return -1.0
+
+    def product_ms(self, *sizes: int) -> float:
+        return 0.0
+
+    head_ms = prefill_attention_ms = context_attention_ms = product_ms
+
+
+def test_bytes_of_float8_and_of_a_wave() -> None:
+    _, passes = Work(TINY, NoTime(), fp8=True).layer(1)
+    assert passes == {
+        "norm before qkv": 32 * 3, "rotation": 2 * 96 * 2, "norm before gate_up": 32 * 3, "activation": 48 * 5,
+        "float8 for o": 64 * 3,
+    }  # fmt: skip
+    parts = Work(TINY, NoTime(), codes=8).wave([Prompt(10)] * 2, width=4, tokens=3)
+    layer = 2 * (2 * 64 + 2 * 96 + 3 * 48)
+    last = 20 * (2 * 32 + 2 * 32) * 2  # the norm, and k rotated
+    beams = [level * 2 * 32 * 2 for level in (1, 2)]
+    assert phase_ms(parts) == {
+        "prefill": 2 * 20 * layer + last + 2 * 8 * 4,
+        **{f"level {n + 1}": 3 * 8 * (layer + own) + 8 * 8 * 4 for n, own in enumerate(beams)},
+    }
+
+
+def test_the_profiled_prefill_is_over_the_floor() -> None:
+    """Pointwise kernels of 5000 x 4 in bf16 (bench/results/2026-11-30-h200-breakdown-bf16.md) took 9.54 ms."""
+    passes = Work(Shape.of(SHAPES["qwen3-1.7b"]), NoTime()).layer(20_000)[1]
+    assert 0.8 * 9.54 < 27 * sum(passes.values()) / 4.17e9 < 9.54
+
+
+def test_copies_of_all_sizes_are_timed() -> None:
+    """Less than a number, a few, and more than is ever copied at once."""
+    assert all(kernels.copy_ms(nbytes) > 0 for nbytes in (1, 1000, 8 * kernels.COPY_BYTES))
+
+
+def test_a_report_knows_no_paths_of_its_machine() -> None:
+    given = {
+        "checkpoint": "/a/b/model/", "serve": ["--catalog", "x=/a/y.parquet", "z=rel/z.parquet"], "cases": ["5x4"],
+        "url": "http://127.0.0.1:80/x", "catalog": Path("/a/b.parquet"), "save": Path("/a/c.json"),
+    }  # fmt: skip
+    found = report.header(argparse.Namespace(**given))["arguments"]
+    assert found == {
+        "checkpoint": "model", "serve": "['--catalog', 'x=y.parquet', 'z=rel/z.parquet']", "cases": "['5x4']",
+        "url": "http://127.0.0.1:80/x", "catalog": "b.parquet",
+    }  # fmt: skip
 
 
 def event(name: str, cat: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:
@@ -255,7 +332,7 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
         event("nvjet_tst_128x256", "kernel", 1000, 500, 1),
         event("flashinfer::PrefillWithKVCacheKernel<cutlass>", "kernel", 1500, 100, 1),
         event("nvjet_tst_64x64", "kernel", 1700, 100, 2),
-        event("triton_poi_fused_mul_silu", "kernel", 1750, 150, 2),
+        event("triton_poi_fused_cos_mul_select_sin_unsqueeze_2", "kernel", 1750, 150, 2),  # to select is a view
         event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", "kernel", 1900, 40, 2),
         event("void at::native::bitonicSort", "kernel", 2000, 50, 2),
         event("Memcpy DtoH", "gpu_memcpy", 2050, 10, 3),

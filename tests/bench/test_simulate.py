@@ -112,6 +112,8 @@ def test_levels_of_a_report_stand_beside_their_prediction(tmp_path: Path) -> Non
     levels = [level | {"load": "closed 4", "kind": "closed"}, level | {"load": "open 5/s", "kind": "open"}]
     (tmp_path / "online.json").write_text(json.dumps({"arguments": arguments, "levels": levels}))
     chosen = simulate.parse(["qwen3-1.7b", "--replicas", "1", "--validate", str(tmp_path / "online.json")])
+    with pytest.raises(SystemExit):
+        simulate.parse(["qwen3-1.7b", "--validate", str(tmp_path / "online.json")])
     closed, open_ = simulate.validate(chosen)
     assert closed["requests_per_s measured"] == 30.0
     assert 25 < closed["requests_per_s predicted"] < 35  # at least one and at most four a wave

@@ -53,24 +53,24 @@ def gpu_named(name: str) -> Gpu:
 class Calibration:
     """Shares of the peak that waves reach, and times in microseconds (`wave` and `level`: milliseconds)."""
 
-    products: float = 0.779
-    fp8_products: float = 0.759
-    prompt_attention: float = 0.567
+    products: float = 0.76
+    fp8_products: float = 0.736
+    prompt_attention: float = 0.549
     """Of the peak in bf16, as all that follow."""
-    context_attention: float = 0.458
-    memory: float = 0.628
-    product_us: float = 3.23
-    prompt_us: float = 5.14
-    context_us: float = 9.99
-    context_token_us: float = 0.0124
+    context_attention: float = 0.457
+    memory: float = 0.613
+    product_us: float = 2.94
+    prompt_us: float = 5.47
+    context_us: float = 5.82
+    context_token_us: float = 0.0122
     """For each token of a context, since one block walks through it."""
-    split_us: float = 15.7
+    split_us: float = 14.4
     """To merge the parts of a context that was cut."""
-    pointwise_us: float = 14.5
-    """Launches of what lies between a layer's products."""
-    wave_ms: float = 1.02
+    pointwise_us: float = 4.32
+    """To launch one pass between products."""
+    wave_ms: float = 1.0
     """Before a wave's prompts run: copies and plans."""
-    level_ms: float = 0.11
+    level_ms: float = 0.055
     """Scoring and selection, besides reading logits."""
 
 

@@ -1,6 +1,13 @@
-"""What a wave computes and moves, part by part: products, attention and the bytes that no fusion avoids.
+"""What a wave computes and moves, part by part: products, attention and the passes between them that no fusion avoids.
 
 bench/floor.py has the parts timed on a machine, `widebeam plan` by the rates of a GPU. Imports no torch.
+
+Products are whole ones, as of cuBLAS, and attention is FlashInfer's: both read all that they take from memory and leave
+there what they give. A pass is then what has to be done to a product's outputs before the next kernel can read them, by
+one kernel that reads each element once and writes each once. Not counted, as a product can do it while it writes: to
+add to the residual, and to put values in their place among pages. Nor is what a better layout could spare (keys that
+are written a second time, so that attention over whole prompts has them in one piece), nor what happens once a wave or
+for few rows: embedding, the final norm, scales, positions, page tables.
 
 Letters: B requests, T packed prompt tokens to compute, R rows, H hidden, Q query heads, K key/value heads, D head size,
 I MLP size, N layers, C columns of the head.
@@ -77,7 +84,7 @@ class Timer(Protocol):
         """`width` rows of each request over its context, in pages, in one layer."""
 
     def copy_ms(self, nbytes: int) -> float:
-        """So many bytes, read or written, pass the memory."""
+        """One pass of a kernel over so many bytes, read and written together."""
 
 
 class Work:
@@ -115,21 +122,18 @@ class Work:
         H, N, Q, K, D, _, _ = self.shape
         B, T = len(prompts), sum(prompt.context - prompt.cached for prompt in prompts)
         mean_context = sum(prompt.context for prompt in prompts) // B
-        products, size = self.layer(T)
-        size += T * K * D * BF16  # rotated keys a second time: one copy goes to pages, ragged attention reads the other
+        products, passes = self.layer(T)
         ends, _ = self.layer(B)
         kv_ms, operand = self._product(T, 2 * K * D, H)
-        kv_size = T * (
-            (2 * H + 2 * 2 * K * D) * BF16 + H * operand
-        )  # residual and its norm; k and v read, then to pages
+        kv_passes = [T * H * (BF16 + operand), T * 2 * K * D * BF16]  # the norm; keys normed and rotated
         # FlashInfer's kernel stands for `row_attention`, which reads the same
         ends_ms = self.timer.context_attention_ms(B, 1, mean_context, Q, K, D)
         return [
             *(Part("prefill", name, ms, N - 1) for name, ms in products.items()),
             Part("prefill", "attention", self._prompt_attention_ms(prompts), N - 1),
-            Part("prefill", "bytes", self.timer.copy_ms(size), N - 1),
+            *self._bytes("prefill", passes, N - 1),
             Part("prefill", "last layer: k and v of all", kv_ms, 1),
-            Part("prefill", "last layer: bytes", self.timer.copy_ms(kv_size), 1),
+            Part("prefill", "last layer: bytes", sum(map(self.timer.copy_ms, kv_passes)), 1),
             Part("prefill", "last layer: products of the ends", sum(ends.values()), 1),
             Part("prefill", "last layer: attention of the ends", ends_ms, 1),
         ]
@@ -139,31 +143,38 @@ class Work:
         _, N, Q, K, D, _, _ = self.shape
         phase = f"level {level}"
         places = R if self.max_rows is None else rung(R, self.max_rows)
-        products, size = self.layer(places)
-        size += R * level * 2 * K * D * BF16  # a beam's own keys and values, shared with no other
+        products, passes = self.layer(places)
+        passes["beams"] = R * level * 2 * K * D * BF16  # their own keys and values, shared with no other
         attention = self.timer.context_attention_ms(requests, R // requests, context, Q, K, D)
         return [
             *(Part(phase, name, ms, N) for name, ms in products.items()),
             Part(phase, "attention", attention, N),
-            Part(phase, "bytes", self.timer.copy_ms(size), N),
+            *self._bytes(phase, passes, N),
             *self._head(phase, places),
         ]
 
-    def layer(self, rows: int) -> tuple[dict[str, float], int]:
-        """Milliseconds of a layer's four products, and the bytes between them that no fusion avoids.
+    def layer(self, rows: int) -> tuple[dict[str, float], dict[str, int]]:
+        """Milliseconds of a layer's four products, and the bytes of each pass between them.
 
-        Those are, for each row: twice the residual read and written, and its norm written; q, k and v read, q written,
-        k and v written to their places; gate and up read, their product written. What an fp8 product reads has one byte
-        an element, and the output of attention has to be read and written to become that.
+        Those are, for each row: twice the residual read and its norm written; q and k read, normed and rotated, and
+        written; gate and up read, what becomes of them written. What an fp8 product reads has one byte an element, and
+        the output of attention has to be read and written to become that.
         """
         H, _, Q, K, D, I, _ = self.shape  # noqa: E741
         products = {name: self._product(rows, n, k) for name, (n, k) in self.shape.products.items()}
         element = {name: size for name, (_, size) in products.items()}
-        size = (2 * 2 * H + 2 * (Q + 2 * K) * D + 2 * I) * BF16
-        size += H * element["qkv"] + H * element["gate_up"] + I * element["down"]
+        passes = {
+            "norm before qkv": H * (BF16 + element["qkv"]),
+            "rotation": 2 * (Q + K) * D * BF16,
+            "norm before gate_up": H * (BF16 + element["gate_up"]),
+            "activation": I * (2 * BF16 + element["down"]),
+        }
         if element["o"] < BF16:
-            size += Q * D * (BF16 + element["o"])
-        return {name: ms for name, (ms, _) in products.items()}, rows * size
+            passes["float8 for o"] = Q * D * (BF16 + element["o"])
+        return {name: ms for name, (ms, _) in products.items()}, {name: rows * size for name, size in passes.items()}
+
+    def _bytes(self, phase: str, passes: dict[str, int], layers: int) -> list[Part]:
+        return [Part(phase, f"bytes: {name}", self.timer.copy_ms(size), layers) for name, size in passes.items()]
 
     def _product(self, rows: int, n: int, k: int) -> tuple[float, int]:
         """Milliseconds of the best known product, and the bytes of an element that it reads."""
