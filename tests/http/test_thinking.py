@@ -108,6 +108,22 @@ def test_a_stream_says_what_was_thought_first(service: Service, sdk: openai.Open
     assert last.usage.completion_tokens_details.reasoning_tokens == len(drawn.token_ids)
 
 
+def test_a_long_thought_comes_in_parts(service: Service, sdk: openai.OpenAI) -> None:
+    thinking = {"max_tokens": 100, "temperature": 0.8, "seed": 3, "stop": 40, "suffix": ""}
+    asked: dict[str, Any] = {
+        "model": MODEL_NAME, "messages": MESSAGES, "n": 2, "logprobs": True, "extra_body": {"thinking": thinking},
+    }  # fmt: skip
+    plain = sdk.chat.completions.create(**asked)
+    with sdk.chat.completions.with_streaming_response.create(**asked, stream=True) as raw:
+        assert raw.headers["x-catalog-version"] == str(service.engine.catalogs.get(None).version)  # type: ignore
+        *thoughts, beams = raw.parse()
+    said = [chunk.choices[0].delta for chunk in thoughts]
+    assert len(said) > 1
+    assert "".join(delta.reasoning_content for delta in said) == plain.choices[0].message.reasoning_content  # type: ignore
+    assert [delta.role for delta in said] == ["assistant"] + [None] * (len(said) - 1)
+    assert [choice.delta.content for choice in beams.choices] == [choice.message.content for choice in plain.choices]
+
+
 def test_by_default_there_is_as_much_as_there_is_room_for(service: Service) -> None:
     """Of a context of 512 tokens; without a seed each time another."""
     ids = [7] * 500

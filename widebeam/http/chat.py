@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,7 +12,8 @@ from msgspec import UNSET
 from widebeam.errors import InvalidRequest
 from widebeam.http.batches import told_as
 from widebeam.http.body import decode, json_response, read_body, refuse_unsupported
-from widebeam.http.choices import Chunks, check_fields, choice_fields, plan_choices, search_names, unended
+from widebeam.http.chat_stream import ChatStream
+from widebeam.http.choices import check_fields, choice_fields, plan_choices, search_names
 from widebeam.http.keys import FACTS, adopt_id, limit_time, served_name, working_engine
 from widebeam.http.openai import (
     CHAT_NEUTRAL,
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
     from widebeam.engine.request import SearchResult, Sequence
 
-    Grown = Callable[[SearchResult, list[ChatChoice]], None]
-
-ROLE = "assistant"
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
@@ -56,14 +53,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         model=body.model or served_name(request),
         choices=[],
     )
-    chunks = Chunks(request, body.stream_options) if body.stream else None
-
-    def grown(result: SearchResult, choices: list[ChatChoice]) -> None:
-        if chunks is not None and (deltas := _deltas(chunks, choices, False)):
-            chunks.send(msgspec.structs.replace(head, choices=deltas), usage(result))
-
+    stream = ChatStream(request, head, body.stream_options) if body.stream else None
     with told_as(_names(body)):
-        thought, result, choices = await _run(request, engine, body, request_id, grown if body.stream else None)
+        thought, result, choices = await _run(request, engine, body, request_id, stream)
     used = usage(result)
     if thought is not None:
         used = thought.usage(result)
@@ -75,28 +67,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         warnings=result.warnings or UNSET,
         beam_details=UNSET if result.levels is None else result.levels,
     )
-    if chunks is None:
-        if thought is not None and choices and choices[0].message:
-            choices[0].message.reasoning_content = thought.text
-        return json_response(answer)
-    if thought is not None:
-        chunks.send(thought.chunk(head), used)
-    chunks.send(msgspec.structs.replace(answer, choices=_deltas(chunks, choices, True), usage=UNSET), used)
-    return await chunks.end(head, used)
-
-
-def _deltas(chunks: Chunks, choices: list[ChatChoice], last: bool) -> list[ChatChoice]:
-    """What choices have that was not sent, without those that have nothing new; at last, how all of them ended."""
-    deltas = []
-    for choice in choices:
-        tokens, role = choice.logprobs.content if choice.logprobs else [], UNSET if chunks.begun(choice.index) else ROLE
-        text, new = chunks.new(choice.index, choice.text, len(tokens))
-        if text or tokens[new] or last:
-            logprobs = Logprobs(content=tokens[new]) if choice.logprobs else None
-            said = AssistantMessage(content=text, role=role)
-            delta = msgspec.structs.replace(choice, message=UNSET, delta=said, logprobs=logprobs)
-            deltas.append(delta if last else unended(delta))
-    return deltas
+    if stream is not None:
+        return await stream.end(answer, used)
+    if thought is not None and choices and choices[0].message:
+        choices[0].message.reasoning_content = thought.text
+    return json_response(answer)
 
 
 def _names(body: ChatRequest) -> dict[str, str]:
@@ -108,7 +83,7 @@ def _names(body: ChatRequest) -> dict[str, str]:
 
 
 async def _run(
-    request: web.Request, engine: Engine, body: ChatRequest, request_id: str, grown: Grown | None
+    request: web.Request, engine: Engine, body: ChatRequest, request_id: str, stream: ChatStream | None
 ) -> tuple[Thought | None, SearchResult, list[ChatChoice]]:
     max_tokens = body.max_completion_tokens or body.max_tokens
     plan = plan_choices(
@@ -116,9 +91,10 @@ async def _run(
     )
     plan.fill_context = max_tokens is None and not plan.beams
     prompt_ids = await _prompt_ids(engine, body)
-    thought = await think(request, engine, body, prompt_ids, plan)
+    thought = await think(request, engine, body, prompt_ids, plan, None if stream is None else stream.said)
     if thought is not None:
         prompt_ids = thought.prompt_ids
+    grown = None if stream is None else stream.grown
     result, choices = await run_plan(request, engine, prompt_ids, plan, lambda *found: _choices(body, *found), grown)
     return thought, result, choices
 

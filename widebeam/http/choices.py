@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -85,17 +86,17 @@ class Chunks:
 
     def __init__(self, request: web.Request, options: StreamOptions | None) -> None:
         self._events, self._options = EventStream(request), options or StreamOptions()
-        self._sent: dict[int, tuple[int, int]] = {}
-        """Characters and tokens of each choice that were sent."""
+        self._sent: dict[Hashable, tuple[int, int]] = {}
+        """Characters and tokens of each choice, and of a text before all of them, that were sent."""
 
-    def new(self, index: int, text: str, tokens: int) -> tuple[str, slice]:
+    def new(self, index: Hashable, text: str, tokens: int = 0) -> tuple[str, slice]:
         """What a choice of so much text and so many tokens has that was not sent."""
         characters, before = self._sent.get(index, (0, 0))
         if (len(text), tokens) != (characters, before):
             self._sent[index] = len(text), tokens
         return text[characters:], slice(before, tokens)
 
-    def begun(self, index: int) -> bool:
+    def begun(self, index: Hashable) -> bool:
         """Whether anything of a choice was sent."""
         return index in self._sent
 

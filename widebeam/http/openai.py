@@ -211,9 +211,12 @@ class Choice(msgspec.Struct, kw_only=True):
         return self.sglext.items or []
 
 
+ROLE = "assistant"
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
     content: str
-    role: str | UnsetType = "assistant"
+    role: str | UnsetType = ROLE
     """In a stream with the first part alone."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET

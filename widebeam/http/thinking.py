@@ -7,17 +7,20 @@ one, what the first one computed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from widebeam.engine.request import NO_CATALOG, Sampling, SearchParams
 from widebeam.errors import InvalidRequest
-from widebeam.http.keys import METRICS
-from widebeam.http.openai import ChatRequest, ChatResponse, OpenAIResponse
+from widebeam.http.keys import FACTS, METRICS
+from widebeam.http.openai import ROLE, ChatRequest, ChatResponse, OpenAIResponse
 from widebeam.http.protocol import CompletionDetails, PromptDetails, Usage
 from widebeam.http.sampling import Thinking
+from widebeam.http.stop_strings import settled
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
@@ -25,14 +28,15 @@ if TYPE_CHECKING:
     from widebeam.engine.request import SearchResult
     from widebeam.http.sequences import Plan
 
-END = "</think>"
+BEGIN, END = "<think>", "</think>"
 SUFFIX = "\n\n"
 """What Qwen3's chat template writes behind a thought."""
 
 
 class ReasoningDelta(msgspec.Struct, kw_only=True):
     reasoning_content: str
-    role: str = "assistant"
+    role: str | UnsetType
+    """With the first part alone."""
 
 
 class ReasoningChoice(msgspec.Struct, kw_only=True):
@@ -42,7 +46,7 @@ class ReasoningChoice(msgspec.Struct, kw_only=True):
 
 
 class ReasoningChunk(OpenAIResponse, kw_only=True):
-    """The first chunk of a stream with thinking."""
+    """One of the first chunks of a stream with thinking."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ReasoningChoice]
@@ -73,17 +77,26 @@ class Thought(NamedTuple):
             completion_tokens_details=CompletionDetails(reasoning_tokens=drawn),
         )
 
-    def chunk(self, head: ChatResponse) -> ReasoningChunk:
-        """What a stream says first."""
-        choice = ReasoningChoice(delta=ReasoningDelta(reasoning_content=self.text))
-        return ReasoningChunk(id=head.id, created=head.created, model=head.model, choices=[choice])
+
+def reasoning_chunk(head: ChatResponse, text: str, first: bool) -> ReasoningChunk:
+    """What a stream says of a text before the beams behind it."""
+    choice = ReasoningChoice(delta=ReasoningDelta(reasoning_content=text, role=ROLE if first else UNSET))
+    return ReasoningChunk(id=head.id, created=head.created, model=head.model, choices=[choice])
 
 
 async def think(
-    request: web.Request, engine: Engine, body: ChatRequest, prompt_ids: list[int], plan: Plan
+    request: web.Request,
+    engine: Engine,
+    body: ChatRequest,
+    prompt_ids: list[int],
+    plan: Plan,
+    said: Callable[[SearchResult, str], None] | None,
 ) -> Thought | None:
     """Draw the text that `body.thinking` asks for. None: it asks for none, or the filters leave nothing to be found
-    behind one. Raises RequestError, before anything is drawn also for what is wrong with the search behind it."""
+    behind one. Raises RequestError, before anything is drawn also for what is wrong with the search behind it.
+
+    `said` takes what is settled of the text while it grows, and at last all of it.
+    """
     asked, catalog = body.thinking, plan.catalog
     if asked is None:
         return None
@@ -110,19 +123,36 @@ async def think(
         priority=plan.params.priority,
         request_id=plan.params.request_id,
     )
-    result = await engine.submit(prompt_ids, params)
+    skip = plan.fields.skip_special_tokens is not False
+
+    async def spelt(token_ids: list[int]) -> str:
+        return await asyncio.to_thread(engine.decode, token_ids, skip_special_tokens=skip)
+
+    async def follow(so_far: SearchResult) -> bool:
+        text = _bare(settled(await spelt(so_far.sequences[0].token_ids), [BEGIN]))
+        if said is not None and text:
+            said(so_far, text)
+        return False
+
+    request[FACTS].version = catalog.version  # of the answer, whose head is sent before the search behind
+    result = await engine.submit(prompt_ids, params, follow=None if said is None else follow)
     request.app[METRICS].observe_search(result)
     (sequence,) = result.sequences
     drawn = sequence.token_ids
-    said = drawn[:-1] if sequence.finish_reason == "stop" else drawn  # without a stop token, which may be another
-    skip = plan.fields.skip_special_tokens is not False
-    text = await asyncio.to_thread(engine.decode, said, skip_special_tokens=skip)
+    kept = drawn[:-1] if sequence.finish_reason == "stop" else drawn  # without a stop token, which may be another
+    text = _bare(await spelt(kept))
+    if said is not None:
+        said(result, text)
     return Thought(
         result=result,
-        text=text.strip().removeprefix("<think>").strip(),
-        prompt_ids=[*prompt_ids, *said, *closing],
-        kept=len(said) + (drawn[len(said) :] == [end]),
+        text=text,
+        prompt_ids=[*prompt_ids, *kept, *closing],
+        kept=len(kept) + (drawn[len(kept) :] == [end]),
     )
+
+
+def _bare(text: str) -> str:
+    return text.strip().removeprefix(BEGIN).strip()
 
 
 def _end_token(engine: Engine, asked: Thinking) -> int:
