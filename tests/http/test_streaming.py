@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import re
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
+from aiohttp import web
 
+from tests.faulty import served
 from tests.http.service import MODEL_NAME, Service, wait_until
 from tests.http.test_generate import IDS, events, without_times
 from widebeam.engine import search as search_module
 from widebeam.engine.request import SearchResult
+from widebeam.http.keys import ENGINE, FACTS, LEAVING, REQUEST_ID
+from widebeam.http.logs import RequestFacts
+from widebeam.http.streaming import EventStream
 
 LENGTH = 100
 MESSAGES: Any = [{"role": "user", "content": "watched a"}]
@@ -85,7 +94,9 @@ def test_events_of_generate_have_all_so_far(bare_service: Service) -> None:
     assert len(seen) > 4
     for index, answer in enumerate(plain):
         *growing, last = [event for event in seen if event["index"] == index]
+        logprobs, whole_logprobs = (found["meta_info"].pop("output_token_logprobs") for found in (last, answer))
         assert last == answer | {"index": index}
+        assert [logprob for logprob, *_ in logprobs] == pytest.approx([p for p, *_ in whole_logprobs], abs=1e-5)
         assert growing, "at least one before the last"
         for event in growing:
             length = len(event["output_ids"])
@@ -93,10 +104,8 @@ def test_events_of_generate_have_all_so_far(bare_service: Service) -> None:
             assert event["output_ids"] == answer["output_ids"][:length]
             assert answer["text"].startswith(event["text"])
             assert event["meta_info"]["finish_reason"] is None
-            pairs = zip(
-                event["meta_info"]["output_token_logprobs"], answer["meta_info"]["output_token_logprobs"], strict=False
-            )
-            assert all(logprob == pytest.approx(whole, abs=1e-5) for (logprob, *_), (whole, *_) in pairs)
+            seen_logprobs = [logprob for logprob, *_ in event["meta_info"]["output_token_logprobs"]]
+            assert seen_logprobs == pytest.approx([p for p, *_ in whole_logprobs[:length]], abs=1e-5)
 
 
 @pytest.mark.parametrize("api", ["chat", "generate"])
@@ -178,3 +187,51 @@ def test_what_is_known_late_comes_in_one_event(bare_service: Service) -> None:
         body = {"input_ids": IDS, "sampling_params": sampling, "rid": "l"} | more
         (event,) = events(bare_service.post("/generate", body | {"stream": True}))
         assert without_times(event) == without_times(bare_service.post("/generate", body).json)
+
+
+def test_who_does_not_read_holds_up_nobody(bare_service: Service) -> None:
+    """The search ends and its place is free, while its events wait for the client."""
+    sampling = DRAWN | {"n": 16, "max_new_tokens": 200}
+    body = json.dumps({"input_ids": IDS, "sampling_params": sampling, "stream": True, "return_logprob": True}).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(bare_service.address)
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        client.sendall(head.encode() + body)
+        wait_until(lambda: bare_service.engine.stats().requests_in_flight == 1)
+        wait_until(lambda: bare_service.engine.stats().requests_in_flight == 0, seconds=60)
+        assert bare_service.post("/generate", {"input_ids": IDS, "sampling_params": {"n": 2}}).status == 200
+        received = b"".join(iter(lambda: client.recv(1 << 20), b""))
+    assert len(re.findall(rb'"finish_reason":\{', received)) == 16
+    assert b"data: [DONE]\n\n" in received[-64:]
+
+
+async def test_a_client_that_lags_is_known() -> None:
+    """So that what later events repeat is not kept for it; what was sent arrives in the end."""
+    lagged = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        request[REQUEST_ID], request[FACTS] = "r", RequestFacts()
+        events = EventStream(request)
+        sent = 0
+        while not events.lags:
+            events.send("x" * 65_536)
+            sent += 1
+            await asyncio.sleep(0)
+        lagged.set()
+        events.send(sent)
+        return await events.end()
+
+    app = web.Application()
+    app[ENGINE], app[LEAVING] = SimpleNamespace(state="ready"), asyncio.Event()  # type: ignore[misc]
+    app.router.add_get("/", handler)
+    async with served(app) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port, limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await asyncio.wait_for(lagged.wait(), 30)
+        received = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+    *_, sent, done, _ = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", received).split(b"\n\n")
+    assert done.endswith(b"data: [DONE]")
+    assert received.count(b'data: "x') == int(sent.rpartition(b" ")[2]) > 4

@@ -27,8 +27,10 @@ class ChatStream:
     def __init__(self, request: web.Request, head: ChatResponse, options: StreamOptions | None) -> None:
         self._chunks, self._head = Chunks(request, options), head
 
-    def said(self, result: SearchResult, text: str) -> None:
+    def said(self, result: SearchResult, text: str, ended: bool) -> None:
         """What is thought before all choices has grown to this."""
+        if self._chunks.lags and not ended:
+            return
         first = not self._chunks.begun(THOUGHT)
         new, _ = self._chunks.new(THOUGHT, text)
         if new or first:
@@ -36,6 +38,8 @@ class ChatStream:
 
     def grown(self, result: SearchResult, choices: list[ChatChoice]) -> None:
         """The choices have grown to these."""
+        if self._chunks.lags:
+            return
         deltas = [delta for choice in choices if (delta := self._delta(choice)) is not None]
         if deltas:
             self._chunks.send(msgspec.structs.replace(self._head, choices=list(map(unended, deltas))), usage(result))

@@ -96,6 +96,11 @@ class Chunks:
             self._sent[index] = len(text), tokens
         return text[characters:], slice(before, tokens)
 
+    @property
+    def lags(self) -> bool:
+        """See `EventStream`."""
+        return self._events.lags
+
     def begun(self, index: Hashable) -> bool:
         """Whether anything of a choice was sent."""
         return index in self._sent

@@ -99,7 +99,7 @@ async def _run(
     first = index * plan.params.n
 
     def grown(result: SearchResult, choices: list[CompletionChoice]) -> None:
-        if chunks is not None and (deltas := _deltas(chunks, choices, False)):
+        if chunks is not None and not chunks.lags and (deltas := _deltas(chunks, choices, False)):
             chunks.send(msgspec.structs.replace(head, choices=deltas), usage(result))
 
     prompt_ids = await engine.encode(prompt) if isinstance(prompt, str) else prompt

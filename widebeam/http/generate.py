@@ -75,7 +75,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
     def grown(first: int, answers: list[GenerateResponse]) -> None:
         for index, answer in enumerate(answers, first):
-            if events is not None and answer.meta_info.finish_reason is None:
+            if events is not None and answer.meta_info.finish_reason is None and not events.lags:
                 answer.index = index if listed else UNSET
                 events.send(answer)
 

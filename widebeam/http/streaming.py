@@ -12,6 +12,9 @@ from aiohttp import web
 from widebeam.http.headers import complete_head
 from widebeam.http.keys import EVENTS
 
+LAG_BYTES = 1 << 18
+"""Events of so many bytes may wait for a client before it is spared those that later ones repeat or add up."""
+
 
 class EventStream:
     """The answer to a request, made event by event, and ended by `[DONE]`.
@@ -25,12 +28,19 @@ class EventStream:
         self._response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         self._response.content_type = "text/event-stream"
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._waiting = 0
+        """Bytes of them."""
         self._writing: asyncio.Task[None] | None = None
         request[EVENTS] = self
 
     @property
     def begun(self) -> bool:
         return self._writing is not None
+
+    @property
+    def lags(self) -> bool:
+        """The client does not keep up: what can wait for a later event should."""
+        return self._waiting > LAG_BYTES
 
     def send(self, event: Any) -> None:
         """One more event; does not wait for the client."""
@@ -50,7 +60,9 @@ class EventStream:
             self._writing.cancel()
 
     def _put(self, data: bytes) -> None:
-        self._events.put_nowait(b"data: " + data + b"\n\n")
+        event = b"data: " + data + b"\n\n"
+        self._events.put_nowait(event)
+        self._waiting += len(event)
         if self._writing is None:
             self._writing = asyncio.create_task(self._write())
 
@@ -58,6 +70,7 @@ class EventStream:
         complete_head(self._response, self._request)
         with contextlib.suppress(ConnectionError):  # nobody is left to be told
             await self._response.prepare(self._request)
-            while (data := await self._events.get()) is not None:
-                await self._response.write(data)
+            while (event := await self._events.get()) is not None:
+                await self._response.write(event)
+                self._waiting -= len(event)
             await self._response.write_eof()

@@ -90,12 +90,12 @@ async def think(
     body: ChatRequest,
     prompt_ids: list[int],
     plan: Plan,
-    said: Callable[[SearchResult, str], None] | None,
+    said: Callable[[SearchResult, str, bool], None] | None,
 ) -> Thought | None:
     """Draw the text that `body.thinking` asks for. None: it asks for none, or the filters leave nothing to be found
     behind one. Raises RequestError, before anything is drawn also for what is wrong with the search behind it.
 
-    `said` takes what is settled of the text while it grows, and at last all of it.
+    `said` takes what is settled of the text while it grows, and at last all of it, with true.
     """
     asked, catalog = body.thinking, plan.catalog
     if asked is None:
@@ -131,7 +131,7 @@ async def think(
     async def follow(so_far: SearchResult) -> bool:
         text = _bare(settled(await spelt(so_far.sequences[0].token_ids), [BEGIN]))
         if said is not None and text:
-            said(so_far, text)
+            said(so_far, text, False)
         return False
 
     request[FACTS].version = catalog.version  # of the answer, whose head is sent before the search behind
@@ -142,7 +142,7 @@ async def think(
     kept = drawn[:-1] if sequence.finish_reason == "stop" else drawn  # without a stop token, which may be another
     text = _bare(await spelt(kept))
     if said is not None:
-        said(result, text)
+        said(result, text, True)
     return Thought(
         result=result,
         text=text,
