@@ -342,6 +342,7 @@ def test_vllm_spelling() -> None:
         (["m", "--port", "99999"], {}, "--port 99999: expected int <= 65535"),
         (["m", "--max-beam-width", "5001"], {}, "--max-beam-width 5001: expected int <= 5000"),
         (["m"], {"WIDEBEAM_PAGESIZE": "3"}, "WIDEBEAM_PAGESIZE is no setting; did you mean 'WIDEBEAM_PAGE_SIZE'"),
+        (["m"], {"WIDEBEAM_FOO": "3"}, "WIDEBEAM_FOO is no setting$"),
         (["m"], {"WIDEBEAM_PAGE_SIZE": "many"}, "WIDEBEAM_PAGE_SIZE 'many': expected int, got str"),
         (["m"], {"WIDEBEAM_DTYPE": "int8"}, "'int8' is none of: auto, bfloat16, float16, float32"),
         (["m", "--config", "/nowhere.toml"], {}, "nowhere"),
@@ -362,7 +363,8 @@ def test_bad_settings_are_named(arguments: list[str], environment: dict[str, str
         ("[engine]\npage_size = 0", "engine.page_size in .*beam.toml 0: expected int >= 1"),
         ("[server]\nlog_level = 'loud'", "server.log_level in .*beam.toml 'loud': 'loud' is none of: debug, error"),
         ("[server]\nlog_level = ", "beam.toml cannot be read"),
-        ("port = 3", "beam.toml: port must be a section"),
+        ("port = 3", r"beam.toml: port belongs into the section \[server\]"),
+        ("server = 3", r"beam.toml: server must be a section, \[server\]"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_named_with_it(tmp_path: Path, text: str, words: str) -> None:
@@ -370,6 +372,12 @@ def test_what_is_wrong_with_a_file_is_named_with_it(tmp_path: Path, text: str, w
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         parse(Config, ["m", "--config", str(file)], "widebeam serve", {})
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "widebeam.toml"
+    file.write_text("[server]\nport = 1234\n", encoding="utf-8-sig")
+    assert parse(Config, ["m", "--config", str(file)], "widebeam serve", {}).server.port == 1234
 
 
 def test_flags_of_others_lead_to_settings_that_there_are() -> None:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tests.faulty import ANSWER, GOOD, HEAD, Peer, Reaction, after, close, listening, reacting, reset
 from widebeam import AsyncClient, errors, transport
-from widebeam.errors import ServerUnreachable
+from widebeam.errors import RequestError, ServerUnreachable
 
 
 @pytest.mark.parametrize("failure", [close, reset], ids=["closed", "reset"])
@@ -49,10 +49,13 @@ async def test_a_dead_address_is_unreachable_after_its_retries() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         async with AsyncClient(f"http://127.0.0.1:{taken.getsockname()[1]}", max_retries=1) as client:
-            with pytest.raises(ServerUnreachable):
+            with pytest.raises(ServerUnreachable) as caught:
                 await client.models()
             with pytest.raises(ServerUnreachable):
                 await client.health()
+    error = caught.value
+    assert (error.code, error.status, error.param, error.message) == ("server_unreachable", None, None, str(error))
+    assert vars(RequestError("x")).keys() <= {name for name in dir(error) if not name.startswith("_")}
 
 
 async def test_an_address_that_does_not_react_is_unreachable_within_the_deadline(

@@ -137,10 +137,18 @@ class DeadlineExceeded(RequestError):
 
 
 class ServerUnreachable(WideBeamError):
-    """No answer: no connection could be made, or it broke. `retryable` if no part of an answer had arrived."""
+    """No answer: no connection could be made, or it broke. `retryable` if no part of an answer had arrived.
+
+    What a RequestError says of an answer, this has too, so that whoever calls a server may read either.
+    """
+
+    code = "server_unreachable"
+    status = param = retry_after_s = None
+    by_another = False
 
     def __init__(self, message: str, retryable: bool) -> None:
         super().__init__(message)
+        self.message = message
         self.retryable = retryable
 
 

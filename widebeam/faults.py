@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import functools
 import re
@@ -24,6 +25,9 @@ _MEANT = {
     **dict.fromkeys(("beams", "num_beams", "width", "beam_size"), ("beam_width",)),
 }
 """What fields are called elsewhere, and here."""
+REQUEST_ID, REQUEST_IDS = r"\A[!-~]{1,128}\Z", r"\A[!-~]{0,128}\Z"
+PATTERNS = {REQUEST_ID: "1 to 128 visible ASCII characters", REQUEST_IDS: "up to 128 visible ASCII characters"}
+"""What texts may have to match, in words."""
 
 
 class Fault(NamedTuple):
@@ -63,14 +67,18 @@ def find_fault(error: msgspec.ValidationError, kind: Any) -> Fault:
         return Fault(f"{place}.{missing[1]}".strip("."), "it must be given")
     if (wrong := _NO_CHOICE.match(said)) and (choices := _choices(kind, place)):
         return Fault(place, f"{wrong[1]} is none of: {', '.join(choices)}")
+    for pattern, meaning in PATTERNS.items():
+        said = said.replace(f"matching regex {pattern!r}", f"of {meaning}")
     words = "e" + said[1:].replace("`", "") if said.startswith("Expected ") else said
     return Fault(place, f"a key: {words}" if key else words)
 
 
-def why_no_json(error: msgspec.DecodeError | RecursionError, text: bytes) -> str:
+def why_no_json(error: Exception, text: bytes) -> str:
     """Why a text that was to be JSON is not."""
     if not text.strip():
         return "it is empty"
+    if text.startswith(codecs.BOM_UTF8):
+        return "it begins with a byte order mark: save it as UTF-8 without one"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return str(error).removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")

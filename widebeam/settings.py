@@ -14,7 +14,7 @@ import tyro
 
 from widebeam.config import ALIASES, API_KEY_VARIABLE, ELSEWHERE, EngineConfig, ServerConfig, convert
 from widebeam.errors import ConfigError
-from widebeam.faults import did_you_mean, find_fault
+from widebeam.faults import find_fault, names_meant, question
 from widebeam.reference import flags_text, help_text
 
 ENVIRONMENT = "WIDEBEAM_"
@@ -111,12 +111,14 @@ def _take_config_flag(flags: list[str]) -> tuple[Path | None, list[str]]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     for name, section in tree.items():
         if not isinstance(section, dict):
-            raise ConfigError(f"{path}: {name} must be a section, [{name}]")
+            homes = [f"[{home}]" for home, struct in SECTIONS.items() if name in struct.__struct_fields__]
+            right = f"belongs into the section {homes[0]}" if homes else f"must be a section, [{name}]"
+            raise ConfigError(f"{path}: {name} {right}")
     return tree
 
 
@@ -131,7 +133,9 @@ def _add_environment(tree: dict[str, Any], environment: Mapping[str, str]) -> No
         if not name.startswith(ENVIRONMENT) or name == API_KEY_VARIABLE:
             continue
         if name not in homes:
-            raise ConfigError(f"environment variable {name} is no setting{did_you_mean(name, list(homes))}")
+            known = [home.removeprefix(ENVIRONMENT) for home in homes]
+            meant = [ENVIRONMENT + one for one in names_meant(name.removeprefix(ENVIRONMENT), known)]
+            raise ConfigError(f"environment variable {name} is no setting{question(meant)}")
         section, field = homes[name]
         struct = SECTIONS[section]
         kind = next(one.type for one in msgspec.structs.fields(struct) if one.name == field)

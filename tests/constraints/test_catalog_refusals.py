@@ -38,11 +38,11 @@ LEVELS = [{"first_token_id": 10}, {"first_token_id": 20}]
         ('{"item_id": "x", "sid": [1, null]}', f"item 'x': {NOT_A_SID} [1, null]"),
         ('{"item_id": "x", "sid": ["<a_1>"]}', "item 'x': sid holds strings, those before it integers"),
         ('{"item_id": "x", "sid": [9223372036854775808]}', "item 'x': sid holds an integer of more than 64 bits"),
-        ('{"item_id": NaN, "sid": [1]}', "not a JSON object: JSON is malformed: invalid character (byte 12)"),
-        ('{"item_id": "x", "sid": [NaN]}', "not a JSON object: JSON is malformed: invalid character (byte 25)"),
-        ('{"item_id": "x", "sid": [1]', "not a JSON object: Input data was truncated"),
+        ('{"item_id": NaN, "sid": [1]}', "not a JSON object: invalid character (byte 12)"),
+        ('{"item_id": "x", "sid": [NaN]}', "not a JSON object: invalid character (byte 25)"),
+        ('{"item_id": "x", "sid": [1]', "not a JSON object: it ends too early"),
         ('["x", [1]]', "not a JSON object: Expected `object`, got `array`"),
-        ('{"item_id": "x", "sid": [1], "m": ' + "[" * 5000, "not a JSON object: maximum recursion depth exceeded"),
+        ('{"item_id": "x", "sid": [1], "m": ' + "[" * 5000, "not a JSON object: it is nested too deeply"),
     ],
 )
 def test_bad_lines(tmp_path: Path, line: str, problem: str) -> None:
@@ -59,6 +59,13 @@ def test_invalid_utf8_line(tmp_path: Path) -> None:
     assert refusal(tmp_path / "items.jsonl").problems == [
         "items.jsonl:1: not a JSON object: Invalid UTF-8 encoded string"
     ]
+
+
+@pytest.mark.parametrize("name", ["items.jsonl", "sid2pid.json"])
+def test_a_byte_order_mark_is_named(tmp_path: Path, name: str) -> None:
+    text = '{"item_id": "x", "sid": [1]}\n' if name == "items.jsonl" else '{"5": 1}'
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert "it begins with a byte order mark: save it as UTF-8 without one" in str(refusal(tmp_path / name))
 
 
 def test_an_id_is_there_once_whether_text_or_number(tmp_path: Path) -> None:
@@ -289,10 +296,10 @@ def test_bad_minionerec(tmp_path: Path) -> None:
         ('{"5": 1, "6": [7, null]}', "key '6' must give an item id or a list of item ids, but holds null"),
         ('{"5": 1, "6": true}', "key '6' must give an item id or a list of item ids, but holds true"),
         ('{"5": 1, "6": 2.5}', "key '6' must give an item id or a list of item ids, but holds 2.5"),
-        ('{"5": 1, "6": NaN}', "sid2pid.json: not JSON: JSON is malformed: invalid character (byte 14)"),
+        ('{"5": 1, "6": NaN}', "sid2pid.json: not JSON: invalid character (byte 14)"),
         ('{"5": 1, "5": 2}', "sid2pid.json: '5' is there twice"),
         ('{"5": 1, "6": ["1"]}', "sid2pid.json: key '6': item '1' is there twice, first at sid2pid.json: key '5'"),
-        ('{"5": 1, "6": 2', "sid2pid.json: not JSON: Input data was truncated"),
+        ('{"5": 1, "6": 2', "sid2pid.json: not JSON: it ends too early"),
         (r'{"5": 1, "6": "\ud800 "}', "sid2pid.json: not JSON: "),
         ("[1, 2]", "sid2pid.json: a .json catalog is one object; name a file of one object a line .jsonl"),
         ("{}", "sid2pid.json holds no items"),

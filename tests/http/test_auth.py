@@ -216,6 +216,11 @@ async def test_bad_key_files_end_the_start(tmp_path: Path, flag: str, lines: lis
     assert not any(line and line in str(caught.value) for line in lines), "the key itself is told"
 
 
+async def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
+    path = key_file(tmp_path, f"\ufeff{USER}")
+    await started(ServerConfig(port=0, api_key_file=path))
+
+
 async def test_unreadable_key_files_end_the_start(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9" * 20)
     for file, words in (("absent", "No such file"), ("", "Is a directory"), ("latin", "not UTF-8")):

@@ -97,6 +97,7 @@ CASES: list[tuple[str, Any, str, str | None]] = [
     # bytes
     (RECOMMEND, b"", "malformed_json", None),
     (GENERATE, b'{"input_ids": [1,', "malformed_json", None),
+    (CHAT, b'\xef\xbb\xbf{"input_ids": [1]}', "malformed_json", None),
     (CHAT, b"not json", "malformed_json", None),
     (RECOMMEND, b'{"prompt": "\xff\xfe"}', "malformed_utf8", None),
     (GENERATE, b'{"text": "\\udc00"}', "malformed_json", None),
@@ -132,6 +133,20 @@ def test_bad_requests(steady: Service, path: str, body: Any, code: str, param: s
     if code == "depth_mismatch":
         assert error["message"].startswith(f"{param} is 2, but items of catalog")
     assert error["message"] and "Traceback" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (RECOMMEND, {"input_ids": IDS, "request_id": "a b"}, "request_id: expected str of 1 to 128 visible ASCII"),
+        (GENERATE, {"input_ids": IDS, "rid": ["a"]}, "rid is a list of 1, where prompts are one, not a list"),
+        (GENERATE, {"input_ids": [IDS, IDS], "rid": ["a"]}, "rid is a list of 1, where prompts are a list of 2"),
+        (GENERATE, {"input_ids": [IDS], "return_logprob": [True] * 2}, "is a list of 2, where prompts are a list of 1"),
+        (CHAT, b"\xef\xbb\xbf{}", "it begins with a byte order mark"),
+    ],
+)
+def test_messages_say_it_in_words(steady: Service, path: str, body: Any, words: str) -> None:
+    assert words in error_of(steady.post(path, body), path)["message"]
 
 
 @pytest.mark.parametrize("path", [RECOMMEND, GENERATE, CHAT])

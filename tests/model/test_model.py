@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,20 @@ def test_tokenizer(checkpoint: Path) -> None:
     assert tokenizer.token_id("<z_9>") is None
     assert tokenizer.eos_token_ids == {2}
     assert tokenizer.render_chat([{"role": "user", "content": "a"}]) == [1, 5, 9, 2, 1, 6]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_of_the_tokenizer_is_named(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    (folder / name).write_text('{"version": ')
+    with pytest.raises(CheckpointError, match=f"copy/{name} cannot be read: Expecting value"):
+        Tokenizer.load(folder)
+
+
+def test_a_missing_file_of_the_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"copy has tokenizer_config.json, but no tokenizer.json$"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").unlink()
+    assert Tokenizer.load(folder) is None

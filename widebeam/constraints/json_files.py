@@ -16,6 +16,7 @@ from widebeam.constraints.header import Header, beside
 from widebeam.constraints.item_ids import ItemIds
 from widebeam.constraints.rows import RESERVED, ArrowColumns, JsonObjects, Problems, Rows
 from widebeam.errors import CatalogError
+from widebeam.faults import why_no_json
 
 PACKED_BASE, PACKED_LEVELS = 8192, 3
 PACKED_HEADER = (
@@ -49,7 +50,7 @@ def read_jsonl(path: Path, name: str) -> Rows:
                 if not row.keys() <= fields.keys():
                     fields |= dict.fromkeys(row)
         except (msgspec.DecodeError, RecursionError) as error:
-            problems.add(number, f"{name}:{number}: not a JSON object: {error}")
+            problems.add(number, f"{name}:{number}: not a JSON object: {why_no_json(error, text[begin:end])}")
         except BadRow as error:
             problems.add(number, f"{name}:{number}: {error}")
         begin = end + 1
@@ -211,7 +212,7 @@ def _load_object(path: Path, name: str) -> dict[str, Any]:
         msgspec.json.decode(text)
         entries = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CatalogError(f"{name}: not JSON: {error}") from None
+        raise CatalogError(f"{name}: not JSON: {why_no_json(error, text)}") from None
     problems.check()
     if not isinstance(entries, dict):
         raise CatalogError(f"{name}: a .json catalog is one object; name a file of one object a line .jsonl")

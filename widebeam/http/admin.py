@@ -12,6 +12,7 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 import widebeam
 from widebeam.engine.request import NO_CATALOG, SearchParams
 from widebeam.errors import InvalidRequest, NotFound
+from widebeam.faults import REQUEST_IDS
 from widebeam.http.auth import Access, require
 from widebeam.http.body import decode, json_response, read_body
 from widebeam.http.keys import (
@@ -33,7 +34,7 @@ _PROBE_TIMEOUT_MS = 20_000
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /abort_request. `rid` may be empty where all are meant."""
 
-    rid: Annotated[str, Meta(pattern=r"\A[!-~]{0,128}\Z")] | None = None
+    rid: Annotated[str, Meta(pattern=REQUEST_IDS)] | None = None
     abort_all: bool | None = None
 
 

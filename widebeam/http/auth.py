@@ -152,7 +152,7 @@ def _read(flag: str, file: str | None) -> tuple[bytes, ...]:
         return ()
     path = Path(file)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
         mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None

@@ -101,7 +101,7 @@ def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: 
     made_up = [f"{first_id}_{index}" for index in range(count)] if batched else [first_id]
     ids = body.rid if isinstance(body.rid, list) else made_up
     if len(ids) != count or (isinstance(body.rid, list) and not batched):
-        raise InvalidRequest(f"rid has {len(ids)} entries for {count} prompts", param="rid")
+        raise InvalidRequest(f"rid is a list of {len(ids)}, where prompts are {_listed(count, batched)}", param="rid")
     jobs: list[Job] = []
     for index, (prompt, fields) in enumerate(zip(prompts, sampling, strict=True)):
         try:
@@ -141,8 +141,14 @@ def _each(given: T | list[T] | None, count: int, batched: bool, default: D, name
         one: T | D = default if given is None else given
         return [one] * count
     if not batched or len(given) != count:
-        raise InvalidRequest(f"{name} has {len(given)} entries, but there is {count} prompt(s)", param=name)
+        raise InvalidRequest(
+            f"{name} is a list of {len(given)}, where prompts are {_listed(count, batched)}", param=name
+        )
     return [*given]
+
+
+def _listed(count: int, batched: bool) -> str:
+    return f"a list of {count}" if batched else "one, not a list"
 
 
 def _plan(

@@ -12,6 +12,7 @@ from widebeam.constraints.filter_spec import Filters, ItemId
 from widebeam.constraints.header import MAX_NAME_LENGTH
 from widebeam.engine.request import MAX_TTL_S, MAX_VERSION, Normalizer, Timing, TokenId
 from widebeam.engine.results import Item
+from widebeam.faults import REQUEST_ID
 from widebeam.policies import PolicySpec
 
 MAX_HISTORY = 100_000
@@ -20,7 +21,7 @@ MAX_TIMEOUT_MS = 3_600_000
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
 ModelName = Annotated[str, Meta(max_length=1024)]
-RequestId = Annotated[str, Meta(pattern=r"\A[!-~]{1,128}\Z")]
+RequestId = Annotated[str, Meta(pattern=REQUEST_ID)]
 """1 to 128 visible ASCII characters, so that it can travel in a header and a log line."""
 BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]

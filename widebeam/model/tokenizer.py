@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from widebeam.errors import CheckpointError, InvalidRequest
+from widebeam.model.config import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
 
@@ -19,7 +20,10 @@ class Tokenizer:
         self._tokenizer: Any
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # transformers raises many kinds
+        except Exception as error:  # transformers raises many kinds, and mostly does not say of which file
+            for name in (*TOKENIZER_FILES, "added_tokens.json", "special_tokens_map.json"):
+                if (folder / name).exists():
+                    read_json(folder / name)
             raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from None
         self.has_chat_template = self._tokenizer.chat_template is not None
         eos = self._tokenizer.eos_token_id
@@ -28,8 +32,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
-        """The folder's tokenizer, or None if it has none: then only token ids are accepted."""
-        return cls(folder) if any((folder / name).exists() for name in TOKENIZER_FILES) else None
+        """The folder's tokenizer, or None if it has none: then only token ids are accepted. Raises CheckpointError."""
+        there = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+        whole = "tokenizer.json" in there or ("vocab.json" in there and (folder / "merges.txt").exists())
+        if there and not whole:
+            raise CheckpointError(f"{folder} has {' and '.join(there)}, but no tokenizer.json")
+        return cls(folder) if there else None
 
     def __len__(self) -> int:
         return len(self._tokenizer)
