@@ -210,6 +210,17 @@ def test_shorter_waves_pass_a_long_one(both: Both) -> None:
         assert_same(expected[1], results)
 
 
+def test_texts_are_followed_on_the_leader(both: Both) -> None:
+    """It looks at what it has; the other rank need not know."""
+    search = replace(make_search(prompt(both, 15), 3, 3, levels=28), sampling=Sampling(seed=1))
+    looks: list[SearchResult] = []
+    job = Job(replace(search), 0.0, None, grown=looks.append)
+    between = Between(grown=lambda growth: growth.tell([job], 0.0))
+    (outcome,) = both.divided.launch([job], between=between).outcomes()
+    assert_same(both.run(both.whole, [search]), [outcome.result])  # type: ignore[list-item]
+    assert [[len(text.token_ids) for text in look.sequences] for look in looks] == [[8] * 3, [16] * 3, [24] * 3]
+
+
 def test_a_wave_that_nobody_wants_any_more(both: Both) -> None:
     """It is cut short on all ranks, and the next one runs."""
     job = Job(make_search(prompt(both, 12), 6, levels=28), 0.0, None)
