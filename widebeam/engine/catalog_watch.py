@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from widebeam.constraints import object_store
 from widebeam.constraints.header import base_name
-from widebeam.errors import CatalogUnreachable, InvalidRequest, NotFound, RequestError, WideBeamError
+from widebeam.errors import CatalogUnreachable, InvalidRequest, NotFound, WideBeamError
 
 if TYPE_CHECKING:
     from widebeam.engine.live_catalogs import LiveCatalogs
@@ -131,7 +131,7 @@ async def watch(catalogs: LiveCatalogs, interval_s: float) -> None:
             except NotFound:
                 continue  # it was removed meanwhile
             except WideBeamError as error:
-                if isinstance(error, CatalogUnreachable) or (isinstance(error, RequestError) and error.retryable):
+                if error.retryable:
                     log.warning("%s has changed, and will be tried again as %r: %s", file.given, name, error)
                     continue
                 refused[name] = now
