@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,10 +23,10 @@ from widebeam.constraints.assign import Assign
 from widebeam.constraints.build import Build
 from widebeam.constraints.catalogs import catalog_files
 from widebeam.errors import ConfigError
-from widebeam.oneshot import Request
+from widebeam.oneshot import Generate, Request
 from widebeam.plan.command import Plan
 from widebeam.reference import document, settings_of
-from widebeam.settings import parse
+from widebeam.settings import parse, parse_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -119,6 +120,15 @@ def test_catalog_inspect_and_validate(checkpoint: Path, catalog_file: Path, tmp_
     assert [(one["file"], one["line"]) for one in found["problems"]] == [(str(bad), 2), (str(bad), 3)]
     done = here("catalog", "inspect", bad)
     assert done.returncode == 2 and "bad.jsonl:2" in done.stderr and "bad.jsonl:3" in done.stderr
+
+
+def test_one_is_no_plural(tmp_path: Path, here: Command) -> None:
+    for name, count, words in (("one", 1, "1 item under 1 SID"), ("two", 2, "2 items under 2 SIDs")):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(f'{{"item_id": {i}, "sid": [{i}]}}\n' for i in range(count)))
+        assert f"{words}\n" in here("catalog", "validate", file).stdout
+    report = here("catalog", "inspect", tmp_path / "one.jsonl").stdout
+    assert not re.search(r"\b1 \w+s\b", report.replace("1 bytes", "")), report
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback(catalog_file: Path) -> None:
@@ -378,6 +388,36 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "widebeam.toml"
     file.write_text("[server]\nport = 1234\n", encoding="utf-8-sig")
     assert parse(Config, ["m", "--config", str(file)], "widebeam serve", {}).server.port == 1234
+
+
+ABSENT = [
+    (kind, field.name)
+    for kind in (Generate, Plan, Build, Assign, Inspect, Validate)
+    for struct in ((Request, EngineConfig, ServerConfig) if kind is Generate else (kind,))
+    for field in msgspec.structs.fields(struct)
+    if field.default is None
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), ABSENT)
+def test_no_error_about_a_flag_shows_none(
+    kind: type[msgspec.Struct], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = "--" + name.replace("_", "-")
+    for flags in ([flag, "?"], [flag], [flag + "x", "1"]):
+        with contextlib.suppress(SystemExit):
+            if kind is Generate:
+                parse(Generate, ["m", *flags], "widebeam generate", {})
+            else:
+                parse_flags(kind, flags, "widebeam plan")
+    told = capsys.readouterr().err
+    assert flag in told and "None" not in told
+
+
+def test_none_is_a_word_like_others() -> None:
+    assert parse(Config, ["m", "--revision", "None"], "widebeam serve", {}).engine.revision == "None"
+    with pytest.raises(SystemExit):
+        parse(Config, ["m", "--max-context-len", "None"], "widebeam serve", {})
 
 
 def test_flags_of_others_lead_to_settings_that_there_are() -> None:

@@ -62,14 +62,15 @@ def test_engine_examples(folder: Path) -> None:
     assert len(examples) == len(printed) - 1 == 2
     assert all(re.search(r"-\d+\.\d+", one) for one in printed[:-1]), "no score was printed"
     assert [one.count("Title ") for one in printed[:-1]] == [3, 3]
+    assert not re.search(r"Title (50|172)\b", "".join(printed)), "what was seen came back"
 
 
 def test_generate_example(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = (code for code in BASH if code.startswith("widebeam generate"))
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit):
-        main(shlex.split(command)[1:])
-    assert len(json.loads(capsys.readouterr().out)) == 3
+        main(shlex.split(command.replace("\\\n", ""))[1:])
+    assert [item["metadata"].keys() for item in json.loads(capsys.readouterr().out)] == [{"title"}] * 3
 
 
 def test_server_examples(folder: Path) -> None:
@@ -91,6 +92,7 @@ def test_server_examples(folder: Path) -> None:
         answer = ask(("127.0.0.1", port), "POST", path, body.encode())
         assert (answer.status, answer.json["warnings"]) == (200, [])  # its items are known
         assert [item["metadata"].keys() for item in answer.json["items"]] == [{"title"}] * 3
+        assert not {50, 172} & {item["id"] for item in answer.json["items"]}
     finally:
         server.terminate()
         assert server.wait(timeout=30) == 0

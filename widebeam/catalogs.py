@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from widebeam.errors import ConfigError
+from widebeam.faults import counted
 from widebeam.settings import parse_flags
 
 USAGE = """usage: widebeam catalog COMMAND ..
@@ -76,7 +77,7 @@ def _assign(arguments: list[str]) -> int:
     options: Assign = parse_flags(Assign, arguments, "widebeam catalog assign")
     table = assign(options)
     if options.output is not None:
-        print(f"{options.output}: {len(table):,} items")
+        print(f"{options.output}: {counted(len(table), 'item', ',')}")
         return 0
     for line in json_lines(table):
         print(line)

@@ -9,6 +9,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from widebeam.errors import how_to_install
+from widebeam.faults import counted
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.plan.shapes import SHAPES
 
@@ -32,7 +33,7 @@ def check(model: str | None = None) -> str:
 def _torch() -> list[tuple[str, str]]:
     import torch
 
-    rows = [("torch", torch.__version__), ("cpu", f"yes, {torch.get_num_threads()} threads")]
+    rows = [("torch", torch.__version__), ("cpu", f"yes, {counted(torch.get_num_threads(), 'thread')}")]
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = (

@@ -32,27 +32,35 @@ from __future__ import annotations
 
 
 class WideBeamError(Exception):
-    """Base of all errors raised on purpose. The message is safe to show to a client."""
+    """Base of all errors raised on purpose. The message is safe to show to a client.
+
+    `code` is a stable snake_case word that programs may match on; `status` is the HTTP status, None of what is no
+    answer; `param` names the request field at fault, if any; `retryable`: the same may go well another time, and
+    `retry_after_s` says when, where that is known. `by_another`: in a client, of an answer that is not in the server's
+    form, as that of a proxy before it.
+    """
+
+    code = "internal_error"
+    status: int | None = None
+    param: str | None = None
+    retryable = False
+    retry_after_s: float | None = None
+    by_another = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 class RequestError(WideBeamError):
-    """An error that ends one request.
+    """An error that ends one request."""
 
-    `code` is a stable snake_case word that programs may match on; `param` names the request field at fault, if any;
-    `retry_after_s` is set where trying again later can help. `by_another`: in a client, of an answer that is not in the
-    server's form, as that of a proxy before it.
-    """
-
-    status = 500
-    code = "internal_error"
-    retryable = False
-    by_another = False
+    status: int = 500
 
     def __init__(
         self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message)
-        self.message = message
         self.code = code or type(self).code
         self.param = param
         self.retry_after_s = retry_after_s
@@ -137,35 +145,37 @@ class DeadlineExceeded(RequestError):
 
 
 class ServerUnreachable(WideBeamError):
-    """No answer: no connection could be made, or it broke. `retryable` if no part of an answer had arrived.
-
-    What a RequestError says of an answer, this has too, so that whoever calls a server may read either.
-    """
+    """No answer: no connection could be made, or it broke. `retryable` if no part of an answer had arrived."""
 
     code = "server_unreachable"
-    status = param = retry_after_s = None
-    by_another = False
 
     def __init__(self, message: str, retryable: bool) -> None:
         super().__init__(message)
-        self.message = message
         self.retryable = retryable
 
 
 class StartupError(WideBeamError):
     """The process cannot start with what it was given. Printed as one line; exit status 2."""
 
+    code = "startup_error"
+
 
 class ConfigError(StartupError):
     """A setting is wrong or does not fit the machine."""
+
+    code = "invalid_config"
 
 
 class CheckpointError(StartupError):
     """The model folder is incomplete, inconsistent or of a kind that is not supported."""
 
+    code = "invalid_checkpoint"
+
 
 class CatalogError(StartupError):
     """A catalog file is wrong. `problems` lists what is wrong, a line each, where there is more than one."""
+
+    code = "invalid_catalog"
 
     def __init__(self, message: str, problems: list[str] | None = None) -> None:
         super().__init__(message)
@@ -174,6 +184,8 @@ class CatalogError(StartupError):
 
 class CatalogUnreachable(CatalogError):
     """An object store did not give a catalog, or not in one piece; another time it may."""
+
+    code, retryable = "catalog_unreachable", True
 
 
 def how_to_install(extra: str) -> str:

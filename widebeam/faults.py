@@ -84,6 +84,11 @@ def why_no_json(error: Exception, text: bytes) -> str:
     return str(error).removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")
 
 
+def counted(number: int, noun: str, spec: str = "") -> str:
+    """`1 item`, `2 items`; the number in the form of `spec`."""
+    return f"{number:{spec}} {noun}{'' if number == 1 else 's'}"
+
+
 def did_you_mean(name: str, known: list[str], inside: Iterable[str] = ()) -> str:
     """A question to put behind a sentence: known names that this may stand for. Empty if there are none."""
     return question(names_meant(name, known, inside))

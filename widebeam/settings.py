@@ -6,11 +6,19 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, Union, get_args
 
 import msgspec
 import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
 from widebeam.config import ALIASES, API_KEY_VARIABLE, ELSEWHERE, EngineConfig, ServerConfig, convert
 from widebeam.errors import ConfigError
@@ -55,6 +63,7 @@ def parse(
         args=flags,
         prog=prog,
         config=(tyro.conf.OmitSubcommandPrefixes,),
+        registry=_FLAGS,
     )
     checked = convert(msgspec.to_builtins(settings), kind, _flag)
     if not checked.engine.model:
@@ -67,8 +76,28 @@ def parse_flags(kind: type[Any], flags: list[str], prog: str) -> Any:
     if not {"-h", "--help"}.isdisjoint(flags):
         print(flags_text(kind, prog), end="")
         sys.exit(0)
-    given = tyro.cli(kind, args=[_canonical(flag) for flag in flags], prog=prog)
+    given = tyro.cli(kind, args=[_canonical(flag) for flag in flags], prog=prog, registry=_FLAGS)
     return convert(msgspec.to_builtins(given), kind, _flag)
+
+
+_FLAGS = ConstructorRegistry()
+
+
+@_FLAGS.primitive_rule
+def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
+    """A setting that may be absent is given like one that may not: tyro would take and offer the word None as well."""
+    kinds = get_args(info.type)
+    if NoneType not in kinds:
+        return None
+    kind: Any = Union[tuple(one for one in kinds if one is not NoneType)]  # noqa: UP007 (of a tuple)
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
+    if isinstance(spec, UnsupportedTypeAnnotationError):
+        return spec
+    return replace(
+        spec,
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["unset"] if value is None else spec.str_from_instance(value),
+    )
 
 
 def _flag(place: str) -> str:

@@ -86,7 +86,7 @@ def how_to_go_on(log: data.Log, catalog: Path) -> str:
     widebeam = Path(sys.executable).with_name("widebeam")
     server, checkpoint, items = map(_shown, (widebeam, HERE / "checkpoint", catalog))
     newest = [log.movies[row].item_id for row in log.histories[0][-3:]]
-    body = json.dumps({"history": newest, "n": 3, "fields": ["title"]})
+    body = json.dumps({"history": newest, "exclude_history": True, "n": 3, "fields": ["title"]})
     return (
         f"Serve it yourself:\n  {server} serve {checkpoint} --catalog {items}\n"
         f"and in another terminal:\n  curl -s localhost:8000/v1/recommend -d '{body}'"

@@ -286,7 +286,7 @@ TWO = [[1.0, 2.0], [3.0, 4.0]]
         (matrix(np.eye(3)), {"column": "v"}, "items.npy is no parquet file: it has no column 'v'"),
         (lambda folder: folder / "none.npy", {}, "cannot read .*none.npy: No such file"),
         (lambda folder: folder, {}, "Is a directory"),
-        (parquet(item_id=[1, 2], v=[[1.0, 2.0], [3.0]]), {}, "row 1: the embedding has 1 dimensions, the first has 2"),
+        (parquet(item_id=[1, 2], v=[[1.0, 2.0], [3.0]]), {}, "row 1: the embedding has 1 dimension, the first has 2"),
         (parquet(item_id=[1, 2], v=[[1.0, 2.0], None]), {}, "row 1: the embedding is missing"),
         (parquet(item_id=[1, 2], v=[[1.0, None], TWO[1]]), {}, "row 0: the embedding has a missing entry"),
         (parquet(item_id=[1, 2], v=[[1.0, np.nan], TWO[1]]), {}, "items.parquet row 0: the embedding is not finite"),
@@ -320,7 +320,7 @@ def test_a_truncated_matrix_is_refused(tmp_path: Path, npy: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a\nb\n", "ids.txt has 2 lines, but there are 3 embeddings"),
+        ("a\nb\n", "ids.txt has 2 lines for 3 embeddings"),
         ("a\n\nb\n", "ids.txt:2: item_id is empty"),
         ("a\nb\na\n", "ids.txt:3: item 'a' is there twice, first at ids.txt:1"),
         ("1\n2\n1\n", "ids.txt:3: item 1 is there twice, first at ids.txt:1"),

@@ -143,6 +143,16 @@ def test_bad_requests(steady: Service, path: str, body: Any, code: str, param: s
         (GENERATE, {"input_ids": [IDS, IDS], "rid": ["a"]}, "rid is a list of 1, where prompts are a list of 2"),
         (GENERATE, {"input_ids": [IDS], "return_logprob": [True] * 2}, "is a list of 2, where prompts are a list of 1"),
         (CHAT, b"\xef\xbb\xbf{}", "it begins with a byte order mark"),
+        (
+            GENERATE,
+            {
+                "input_ids": IDS,
+                "catalog": "none",
+                "sampling_params": {"max_new_tokens": 1},
+                "policy": {"name": "scheduled", "widths": [2, 3]},
+            },
+            "policy.widths has 2 widths, but the search has 1 level",
+        ),
     ],
 )
 def test_messages_say_it_in_words(steady: Service, path: str, body: Any, words: str) -> None:

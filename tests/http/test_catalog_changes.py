@@ -188,7 +188,7 @@ def test_every_change_is_logged(subject: Subject, root: Path, caplog: pytest.Log
     ]
     requests = [(one["method"], one["version"]) for one in fields if "method" in one]
     assert requests == [("POST", 2), ("POST", 1), ("POST", 1), ("PUT", 3), ("DELETE", 3)]
-    assert "version 1 -> 2, 1 items came, 2 changed, 2 went (update of version 1)" in caplog.text
+    assert "version 1 -> 2; items: 1 came, 2 changed, 2 went (update of version 1)" in caplog.text
 
 
 def test_too_many_changes_and_uploads_are_refused(subject: Subject) -> None:

@@ -339,6 +339,11 @@ def test_fields_without_effect_are_listed(service: Service) -> None:
     found = generate(service, sampling)
     assert found["warnings"] == ["no effect on a beam search: temperature, top_p, frequency_penalty, sampling_seed"]
     assert found["output_ids"] == generate(service, {"n": 2})["output_ids"]
+    for fields in ({"n": 2}, {"n": 2, "beam_width": 4}, {"n": 2, "use_beam_search": True}):
+        greedy = generate(service, fields | {"temperature": 0, "top_k": 1})
+        assert greedy["warnings"] == ["no effect on a beam search: temperature, top_k"]
+    chosen = generate(service, {"n": 2, "temperature": 0, "top_p": 0.9, "max_new_tokens": 2}, catalog="none")
+    assert chosen["warnings"] == ["no effect on a beam search: top_p"] and len(chosen["meta_info"]["beam_results"]) == 2
     one = generate(service, {"temperature": 0.7, "top_k": 3, "logit_bias": {"7": 100}})  # a catalog's width is 1
     assert one["warnings"] == ["no effect on a beam search: temperature, top_k, logit_bias"]
     assert one["output_ids"] == search(service).sequences[0].token_ids

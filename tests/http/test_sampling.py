@@ -32,8 +32,9 @@ def fields(**given: Any) -> SamplingFields:
         ({"beam_width": 256, "n": 10, "use_beam_search": True}, BeamPlan(10, 256, True)),
         ({"use_beam_search": True, "n": 64}, BeamPlan(64, 64, True)),
         ({"use_beam_search": True}, BeamPlan(1, 1, True)),
-        ({"n": 64, "temperature": 0}, BeamPlan(64, 64, True)),
-        ({"n": 64, "top_k": 1}, BeamPlan(64, 64, True)),
+        ({"n": 64, "use_beam_search": True, "temperature": 0}, BeamPlan(64, 64, True)),
+        ({"n": 64, "temperature": 0}, BeamPlan(64, 64, True, by_greed=True)),
+        ({"n": 64, "top_k": 1}, BeamPlan(64, 64, True, by_greed=True)),
     ],
 )
 def test_beam_dialects(given: dict[str, Any], expected: BeamPlan) -> None:
@@ -42,6 +43,7 @@ def test_beam_dialects(given: dict[str, Any], expected: BeamPlan) -> None:
 
 def test_n_alone_means_beams_with_a_catalog_and_samples_without() -> None:
     assert beam_plan(fields(n=8), None, catalog_in_use=True) == BeamPlan(8, 8, True)
+    assert beam_plan(fields(n=8, temperature=0), None, catalog_in_use=True) == BeamPlan(8, 8, True)
     assert beam_plan(fields(n=8), None, catalog_in_use=False) == BeamPlan(8, 1, False)
     assert beam_plan(fields(n=8, temperature=0.7), None, catalog_in_use=False) == BeamPlan(8, 1, False)
 
@@ -78,6 +80,23 @@ def test_what_acts_on_texts_is_listed_with_beams(name: str, value: Any) -> None:
     sampling = text_sampling(fields(**{name: value}), VOCABULARY)
     expected = {name: {7: 2.0} if name == "logit_bias" else value}
     assert sampling == Sampling(**expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "listed"),
+    [
+        ({"temperature": 0}, "temperature"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"top_k": 1}, "top_k"),
+        ({"temperature": 0, "top_k": 1}, "temperature, top_k"),
+        ({"temperature": 0.7, "top_k": 1}, "temperature, top_k"),
+    ],
+)
+def test_greed_is_listed_unless_it_chose_beams(given: dict[str, Any], listed: str) -> None:
+    warning = f"no effect on a beam search: {listed}"
+    assert without_effect(fields(**given)) == [warning]
+    idle = [name for name in given if given[name] == 0.7]
+    assert without_effect(fields(**given), by_greed=True) == [f"no effect on a beam search: {name}" for name in idle]
 
 
 def test_names_are_those_of_the_dialect() -> None:

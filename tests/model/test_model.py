@@ -184,12 +184,52 @@ def test_tokenizer(checkpoint: Path) -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "a"}]) == [1, 5, 9, 2, 1, 6]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_of_the_tokenizer_is_named(checkpoint: Path, tmp_path: Path, name: str) -> None:
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+NO_JSON: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "cannot be read: it is empty"),
+    "cut": (b'{"version": ', "cannot be read: Expecting value"),
+    "latin": (b'{"a": "\xe9"}', "cannot be read: 'utf-8' codec can't decode byte 0xe9"),
+    "marked": (b"\xef\xbb\xbf{}", "cannot be read: it begins with a byte order mark"),
+    "deep": (b"[" * 100_000, "cannot be read: it is nested too deeply"),
+    "list": (b"[1]", "is not a JSON object"),
+}
+BROKEN_FILES = [(name, *damage) for name in JSON_FILES for damage in NO_JSON.values()] + [
+    ("config.json", b"{}", ": model_type None is not supported"),
+    ("config.json", b'{"model_type": "qwen3"}', " lacks 'num_attention_heads'"),
+    ("generation_config.json", b'{"eos_token_id": [2, "x"]}', " has a wrong value: eos_token_id is [2, 'x']"),
+    ("tokenizer.json", b"{}", " holds no tokenizer: Model missing"),
+    ("chat_template.jinja", b"\xe9", " cannot be read: 'utf-8' codec can't decode byte 0xe9"),
+    ("model.safetensors", b"", " cannot be read: Error while deserializing header"),
+    ("model.safetensors", b'{"a": 1}', " cannot be read: Error while deserializing header"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), BROKEN_FILES)
+def test_a_broken_file_is_named(checkpoint: Path, tmp_path: Path, name: str, content: bytes, words: str) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
-    (folder / name).write_text('{"version": ')
-    with pytest.raises(CheckpointError, match=f"copy/{name} cannot be read: Expecting value"):
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, load_model_config(folder), torch.float32, CPU)
         Tokenizer.load(folder)
+    assert str(caught.value).startswith(f"{folder}/{name}") and words in str(caught.value)
+
+
+def test_a_broken_config_is_not_blamed_on_the_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"copy/config\.json cannot be read: Expecting property name"):
+        Tokenizer.load(folder)
+
+
+def test_a_broken_chat_template_ends_the_start(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text("{{ messages }}\n{% for m in messages %}")
+    with pytest.raises(
+        CheckpointError, match=r"chat template in .*copy is broken at line 2: Unexpected end of template"
+    ):
+        Tokenizer.load(folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('as it likes') }}")
+    assert Tokenizer.load(folder) is not None
 
 
 def test_a_missing_file_of_the_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:

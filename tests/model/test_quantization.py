@@ -236,7 +236,7 @@ TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "cache": ({"model.layers.0.self_attn.k_scale": torch.ones(1)}, "k_scale.*no kv_cache_scheme"),
     "block": ({f"{DOWN}.weight_scale_inv": torch.ones(1, 1)}, "weight_scale_inv.*block-scaled"),
     "group": ({f"{DOWN}.weight_scale": torch.ones(32, 3)}, r"weight_scale' is \[32, 3\]"),
-    "no scale": ({f"{DOWN}.weight_scale": None}, "1 tensors are missing, among them .*weight_scale"),
+    "no scale": ({f"{DOWN}.weight_scale": None}, "lacks 1 tensor: .*weight_scale$"),
     "wide": ({f"{DOWN}.weight": torch.ones(32, 48)}, "down_proj.weight' is float32, but .* float8_e4m3fn"),
     "head": ({"model.embed_tokens.weight": torch.ones(64, 32).to(FP8)}, "embed_tokens.weight' is float8_e4m3fn"),
 }  # fmt: skip
@@ -294,7 +294,7 @@ def test_scales_of_a_kv_cache_are_loaded_and_used(
 
 
 SCALES: dict[str, tuple[Tensor | None, str]] = {
-    "missing": (None, "1 tensors are missing, among them .*layers.1.self_attn.k_scale"),
+    "missing": (None, "lacks 1 tensor: .*layers.1.self_attn.k_scale$"),
     "one a head": (torch.ones(2), r"layers.1.self_attn.k_scale' is \[2\], but config.json makes it \[1\]"),
     "zero": (torch.zeros(1), "scale of keys or values .*k_scale.* is not positive"),
     "nan": (torch.tensor(torch.nan), "is not positive"),

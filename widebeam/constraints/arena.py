@@ -20,6 +20,7 @@ from widebeam.constraints.trie import Nodes, TrieLevel
 from widebeam.engine.shapes import code_rung
 from widebeam.engine.staging import Places, Staged, Upload, mark, send
 from widebeam.errors import CatalogError
+from widebeam.faults import counted
 from widebeam.ranges import RangeLease, Ranges
 
 NODE_BYTES = 4 * len(Nodes._fields)
@@ -164,7 +165,7 @@ class MaskPool(Ranges):
         places = ItemMask.places_for(catalog.num_items)
         if places > self.size:
             raise CatalogError(
-                f"a filter over the {catalog.num_items:,} items of catalog {catalog.name!r} takes "
+                f"a filter over the {counted(catalog.num_items, 'item', ',')} of catalog {catalog.name!r} takes "
                 f"{places * MASK_BYTES / 2**20:.1f} MiB on the device, and filters have "
                 f"{self.size * MASK_BYTES / 2**20:.1f} MiB. Raise --filter-memory-gib"
             )

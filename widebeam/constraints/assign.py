@@ -28,6 +28,7 @@ from widebeam.constraints.encode import encode, number_apart
 from widebeam.constraints.header import Header, find_header
 from widebeam.constraints.parquet import open_parquet, read_columns
 from widebeam.errors import CatalogError, ConfigError
+from widebeam.faults import counted
 
 
 class Assign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,7 +59,9 @@ def assign(options: Assign) -> pa.Table:
     with scratch_folder(Path(where)) as scratch:
         embeddings = read_embeddings(path, ids=options.ids, column=options.column, scratch=scratch)
         if embeddings.dim != report.dim:
-            raise ConfigError(f"{path.name} has {embeddings.dim} dimensions, the codebooks in {folder} {report.dim}")
+            raise ConfigError(
+                f"{path.name} has {counted(embeddings.dim, 'dimension')}, the codebooks in {folder} {report.dim}"
+            )
         if embeddings.numbered:
             _check_new(folder / ITEMS, embeddings.table.column("item_id"), path.name)
         check_values(embeddings, path.name)
@@ -128,7 +131,7 @@ def _numbers(catalog: Path, item_ids: pa.ChunkedArray, codes: np.ndarray, limit:
     table = _read_known(catalog, ["item_id", "sid"])
     known = pc.list_flatten(table.column("sid")).to_numpy().reshape(len(table), -1)
     if known.shape[1] != codes.shape[1] + 1:
-        raise CatalogError(f"{catalog.name} has SIDs of {known.shape[1]} levels, not {codes.shape[1] + 1}")
+        raise CatalogError(f"{catalog.name} has SIDs of {counted(known.shape[1], 'level')}, not {codes.shape[1] + 1}")
     rows = _rows_of(item_ids, table)
     same = (rows >= 0) & (known[rows, :-1] == codes).all(axis=1)
     given = np.where(same, known[rows, -1], -1)

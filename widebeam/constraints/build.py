@@ -27,6 +27,7 @@ from widebeam.constraints.kmeans import Backend, choose_backend
 from widebeam.constraints.report import Collisions
 from widebeam.constraints.sid import LEVEL_LETTERS, sid_tokens, token_form, train_codebooks
 from widebeam.errors import ConfigError
+from widebeam.faults import counted
 
 ITEMS, HEADER, TOKENS = "items.parquet", "catalog.json", "added_tokens.json"
 CODEBOOKS, REPORT = "codebooks.npy", "build.json"
@@ -102,12 +103,13 @@ class BuildReport(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """The report for people."""
         lines = [
-            f"{'items':<9} {self.items:,} of {self.dim:,} dimensions",
-            f"{'k-means':<9} {self.backend}, seed {self.seed}, on {self.sample:,} items{', balanced' * self.balanced}",
+            f"{'items':<9} {self.items:,} of {counted(self.dim, 'dimension', ',')}",
+            f"{'k-means':<9} {self.backend}, seed {self.seed}, on {counted(self.sample, 'item', ',')}"
+            + ", balanced" * self.balanced,
             f"{'shared':<9} {self.collisions.text()}",
         ]
         if self.dedup_codes is not None:
-            lines.append(f"{'dedup':<9} a level of {self.dedup_codes:,} codes tells them apart")
+            lines.append(f"{'dedup':<9} a level of {counted(self.dedup_codes, 'code', ',')} tells them apart")
         lines.append(f"{'level':>5} {'codes':>9} {'in use':>9} {'items of one: max':>18} {'variance left':>14}")
         for number, level in enumerate(self.levels):
             left = level.error / self.variance if self.variance else 0.0
@@ -155,7 +157,7 @@ def build(options: Build) -> BuildReport:
 def few_codes(options: Build, report: BuildReport) -> str | None:
     """A warning of levels that got fewer codes than were asked for, if there are any."""
     short = [
-        f"level {number} has {level.codes} code{'s' * (level.codes > 1)}"
+        f"level {number} has {counted(level.codes, 'code')}"
         for number, level in enumerate(report.levels)
         if level.codes < options.codes
     ]
@@ -163,7 +165,8 @@ def few_codes(options: Build, report: BuildReport) -> str | None:
         return None
     return (
         f"{', '.join(short)} in place of {options.codes}: the levels before left too few different vectors over, of "
-        f"{report.items:,} items. A level of few codes tells little apart: take fewer --codes, or fewer --levels"
+        f"{counted(report.items, 'item', ',')}. A level of few codes tells little apart: take fewer --codes, or fewer "
+        "--levels"
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from widebeam.constraints.header import HeaderMismatch, Level, SidForm
+from widebeam.faults import counted
 
 MAX_TOKEN_ID = 2**31 - 1
 ADD_TOKENS = (
@@ -85,10 +86,11 @@ class CodebookMaker:
 
     def missing(self, book: Codebook, written: np.ndarray) -> dict[int, str]:
         """What is wrong with values that a codebook lacks, by their place in `written`."""
-        outside = f"is outside the declared codebook of {book.token_ids.size} codes"
+        size = counted(book.token_ids.size, "code")
+        outside = f"is outside the declared codebook of {size}"
         if not book.declared:
             outside = (
-                f"is outside the codebook of {book.token_ids.size} codes, to which no update adds any: load a whole "
+                f"is outside the codebook of {size}, to which no update adds any: load a whole "
                 "file, which begins a new codebook, or declare the level's `codes` in the catalog's header"
             )
         return {int(i): f"{self._show(written[i])} {outside}" for i in np.flatnonzero(book.find(written) < 0)}

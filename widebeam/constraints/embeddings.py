@@ -26,6 +26,7 @@ from widebeam.constraints.parquet import (
 )
 from widebeam.constraints.rows import RESERVED, Problems
 from widebeam.errors import CatalogError
+from widebeam.faults import counted
 
 SPOOL_ROWS = 16_384
 """Rows of a parquet file that are decoded at a time."""
@@ -130,7 +131,7 @@ def _ids_of_file(path: Path, count: int) -> pa.ChunkedArray:
     except (pa.ArrowInvalid, OSError) as error:
         raise CatalogError(f"{path.name}: cannot be read: {one_line(error)}") from None
     if len(text) != count:
-        raise CatalogError(f"{path.name} has {len(text)} lines, but there are {count} embeddings")
+        raise CatalogError(f"{path.name} has {counted(len(text), 'line')} for {counted(count, 'embedding')}")
     try:
         numbers = text.cast(pa.int64())
         if pc.all(pc.equal(numbers.cast(pa.large_string()), text)).as_py():
@@ -211,7 +212,7 @@ def _spool(file: pq.ParquetFile, name: str, column: str, scratch: Path) -> np.nd
 
 def _check_lists(lists: pa.Array, lengths: np.ndarray, dim: int, first: int, problems: Problems) -> None:
     for row in np.flatnonzero((lengths != dim) | (lengths == 0)).tolist():
-        fault = f"has {lengths[row]} dimensions, the first has {dim}" if lengths[row] else "is missing"
+        fault = f"has {counted(lengths[row], 'dimension')}, the first has {dim}" if lengths[row] else "is missing"
         problems.add(first + row, f"{problems.name} row {first + row}: the embedding {fault}")
     if lists.flatten().null_count:
         holes = [row for row, vector in enumerate(lists) if vector.is_valid and vector.values.null_count]

@@ -12,6 +12,7 @@ from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.kmeans import nearest
 from widebeam.constraints.sid import residuals
 from widebeam.errors import ConfigError
+from widebeam.faults import counted
 
 
 def encode(embeddings: Embeddings, codebooks: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +77,7 @@ def number_apart(codes: np.ndarray, limit: int, given: np.ndarray | None = None)
     if numbers.max() >= limit:
         sid = codes[numbers.argmax()].tolist()
         raise ConfigError(
-            f"{numbers.max() + 1} items have the SID {sid}, but the level that tells them apart has {limit} codes; "
-            "take more codes or levels, or --balanced"
+            f"{numbers.max() + 1} items have the SID {sid}, but the level that tells them apart has "
+            f"{counted(limit, 'code')}; take more codes or levels, or --balanced"
         )
     return numbers

@@ -16,7 +16,7 @@ import pyarrow as pa
 from widebeam.constraints.filter_spec import Filters, Predicate
 from widebeam.constraints.predicates import bind, matches
 from widebeam.errors import InvalidRequest
-from widebeam.faults import find_fault
+from widebeam.faults import counted, find_fault
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
@@ -224,8 +224,8 @@ def _known(catalog: Catalog, ids: tuple[int | str, ...], field: str, warnings: l
     unknown = np.flatnonzero(rows < 0)
     if unknown.size:
         some = [ids[place] for place in unknown[:5]]
-        noun, verb = ("item", "is") if unknown.size == 1 else ("items", "are")
-        warnings.append(f"{unknown.size} {noun} of filters.{field} {verb} not in the catalog: {some}")
+        are = "is" if unknown.size == 1 else "are"
+        warnings.append(f"{counted(unknown.size, 'item')} of filters.{field} {are} not in the catalog: {some}")
     return rows[rows >= 0]
 
 

@@ -9,6 +9,7 @@ from widebeam.constraints.catalog import Catalog
 from widebeam.constraints.header import Marker, Order, SidForm
 from widebeam.constraints.index import CatalogIndex
 from widebeam.constraints.template import HistoryTemplate
+from widebeam.faults import counted
 
 
 class LevelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +63,8 @@ class Collisions(msgspec.Struct, frozen=True, kw_only=True):
             parts[name] = parts.get(name, 0) + sids
         shares = ", ".join(f"{sids:,} of {name}" for name, sids in parts.items())
         return (
-            f"{self.shared_items:,} items share {self.shared_sids:,} SIDs, at most {self.largest:,} the same; "
-            f"SIDs by number of items: {shares}"
+            f"{self.shared_items:,} items share {counted(self.shared_sids, 'SID', ',')}, at most {self.largest:,} the "
+            f"same; SIDs by number of items: {shares}"
         )
 
 
@@ -121,9 +122,9 @@ class CatalogReport(msgspec.Struct, frozen=True, kw_only=True):
         lines = [
             ("catalog", f"{self.name} ({self.format}; header: {self.header or 'none'}){declared}"),
             ("sids", f"{self.sid} ({'declared' if self.sid_declared else 'detected'}){known}"),
-            ("items", f"{self.items:,} under {self.sids:,} SIDs"),
+            ("items", f"{self.items:,} under {counted(self.sids, 'SID', ',')}"),
             ("shared", self.collisions.text()),
-            ("depth", ", ".join(f"{depth} ({items:,} items)" for depth, items in self.depths.items())),
+            ("depth", ", ".join(f"{depth} ({counted(items, 'item', ',')})" for depth, items in self.depths.items())),
             ("order", f"within a SID: {order}"),
             ("fields", ", ".join(self.fields) or "none"),
             ("template", repr(self.template.item) if self.template is not None else "none"),

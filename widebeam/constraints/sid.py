@@ -16,6 +16,7 @@ import numpy as np
 from widebeam.constraints.balance import capacity, refine
 from widebeam.constraints.kmeans import Backend, kmeans, need
 from widebeam.errors import ConfigError
+from widebeam.faults import counted
 
 LEVEL_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -159,7 +160,7 @@ def _spread(points: np.ndarray, book: np.ndarray, sids: np.ndarray) -> np.ndarra
     _, group, group_size = np.unique(sids[:, :-1], axis=0, return_inverse=True, return_counts=True)
     if group_size.max() > len(book):
         raise ConfigError(
-            f"unique: {group_size.max()} items share all levels but the last, which has {len(book)} codes; "
+            f"unique: {group_size.max()} items share all levels but the last, which has {counted(len(book), 'code')}; "
             "take larger codebooks or more levels"
         )
     members = np.split(np.argsort(group, kind="stable"), np.cumsum(group_size)[:-1])

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from widebeam.errors import InvalidRequest
+from widebeam.faults import counted
 
 if TYPE_CHECKING:
     from widebeam.constraints.catalog import Catalog
@@ -37,8 +38,8 @@ class HistoryPrompt(msgspec.Struct, frozen=True, kw_only=True):
         """What of the history did not reach the prompt, in words."""
         found = []
         if self.unknown:
-            items = "1 history item is" if len(self.unknown) == 1 else f"{len(self.unknown)} history items are"
-            found.append(f"{items} not in the catalog: {self.unknown[:5]}")
+            are = "is" if len(self.unknown) == 1 else "are"
+            found.append(f"{counted(len(self.unknown), 'history item')} {are} not in the catalog: {self.unknown[:5]}")
         if self.num_dropped:
             known = self.num_used + self.num_dropped
             why = "are used: the template's max_items" if self.at_max_items else "fit the prompt"
@@ -130,7 +131,7 @@ class HistoryTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         best, low, high = prompt(0), 0, len(items)  # `low` items fit, `high` do not
         if len(best) > max_tokens:
             raise InvalidRequest(
-                f"the history template alone takes {len(best)} tokens; the prompt may have {max_tokens}",
+                f"the history template alone takes {counted(len(best), 'token')}; the prompt may have {max_tokens}",
                 code="prompt_too_long",
                 param="history",
             )

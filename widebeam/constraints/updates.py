@@ -28,6 +28,7 @@ from widebeam.constraints.rows import RESERVED, Metadata, Problems, Rows
 from widebeam.constraints.sid_codes import encode_sids
 from widebeam.constraints.splice import Splice, equal_ranges
 from widebeam.errors import CatalogError, InvalidRequest
+from widebeam.faults import counted
 
 Row = Mapping[str, Any]
 _LEFT_BEHIND = 4
@@ -54,7 +55,7 @@ def updated(catalog: Catalog, upsert: Iterable[Row], remove: Sequence[int | str]
         splice.apply(old, new, out)
     if (sorted_codes[-1] < 0).all():
         raise InvalidRequest(
-            f"no SID of {catalog.depth} levels would be left: load another catalog",
+            f"no SID of {counted(catalog.depth, 'level')} would be left: load another catalog",
             code="depth_mismatch",
             param="remove",
         )
@@ -199,7 +200,7 @@ def _check_lengths(catalog: Catalog, lengths: np.ndarray) -> None:
         row = int(wrong[0])
         known = " or ".join(map(str, sorted(catalog.sid_lengths)))
         raise InvalidRequest(
-            f"upsert[{row}].sid has {lengths[row]} levels; SIDs of catalog {catalog.name!r} have {known}",
+            f"upsert[{row}].sid has {counted(lengths[row], 'level')}; SIDs of catalog {catalog.name!r} have {known}",
             code="depth_mismatch",
             param=f"upsert[{row}].sid",
         )

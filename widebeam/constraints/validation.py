@@ -10,6 +10,7 @@ import msgspec
 
 from widebeam.constraints.catalog import Catalog
 from widebeam.errors import CatalogError
+from widebeam.faults import counted
 
 PLACE = re.compile(r"(?P<file>.+?)(?::(?P<line>\d+)| row (?P<row>\d+))?: (?P<reason>.+)", re.DOTALL)
 """How messages about catalog files begin: `items.jsonl:17: ..`, `items.parquet row 3: ..`, `catalog.json: ..`."""
@@ -59,7 +60,9 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
         if not self.fine:
             return "\n".join(self.messages)
         unchecked = "" if self.resolved else "; token strings were not looked up in a tokenizer (--model)"
-        fine = f"{self.file} is fine: {self.items:,} items under {self.sids:,} SIDs{unchecked}"
+        assert self.items is not None and self.sids is not None
+        found = f"{counted(self.items, 'item', ',')} under {counted(self.sids, 'SID', ',')}"
+        fine = f"{self.file} is fine: {found}{unchecked}"
         return "\n".join([fine, *(f"warning: {text}" for text in self.warnings)])
 
 

@@ -19,7 +19,7 @@ from widebeam.engine.request import Normalizer, Sampling, SearchParams
 from widebeam.engine.wave import Search
 from widebeam.engine.widths import bound_widths, join_factor
 from widebeam.errors import InvalidRequest
-from widebeam.faults import find_fault
+from widebeam.faults import counted, find_fault
 from widebeam.kv.prefix import Prefix
 from widebeam.policies import LevelPlan, level_plan
 
@@ -68,8 +68,8 @@ def admit(
         raise InvalidRequest(f"n is {params.n}, but the beam is only {widths[-1]} wide at its last level", param="n")
     if len(tokens) + levels > limits.max_context_len:
         raise InvalidRequest(
-            f"the prompt has {len(tokens)} tokens and {levels} are to be generated, but the context length is "
-            f"{limits.max_context_len}",
+            f"the prompt has {counted(len(tokens), 'token')}, and {levels} more shall be generated, but the context "
+            f"length is {limits.max_context_len}",
             code="context_too_long",
             param="input_ids",
         )
@@ -110,7 +110,7 @@ def opened_prompt(token_ids: Seq[int] | np.ndarray, catalog: Catalog | None, lim
     InvalidRequest."""
     if len(token_ids) > limits.max_context_len:  # first: looking at a million tokens takes time
         raise InvalidRequest(
-            f"the prompt has {len(token_ids)} tokens, but the context length is {limits.max_context_len}",
+            f"the prompt has {counted(len(token_ids), 'token')}, but the context length is {limits.max_context_len}",
             code="context_too_long",
             param="input_ids",
         )
@@ -149,7 +149,8 @@ def _levels(params: SearchParams, catalog: Catalog | None, limits: Limits) -> in
     if catalog is not None:
         if wanted is not None and wanted < catalog.depth:
             raise InvalidRequest(
-                f"max_new_tokens is {wanted}, but items of catalog {catalog.name!r} are {catalog.depth} tokens deep",
+                f"max_new_tokens is {wanted}, but items of catalog {catalog.name!r} are "
+                f"{counted(catalog.depth, 'token')} deep",
                 code="depth_mismatch",
                 param="max_new_tokens",
             )

@@ -27,6 +27,7 @@ from widebeam.engine.shapes import (
     token_rungs,
 )
 from widebeam.engine.wave import Search, Wave
+from widebeam.faults import counted
 from widebeam.progress import progress
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Captures:
 
     def _say(self, waves: int, started: float) -> None:
         if waves:
-            log.info("warm-up: %d waves in %.1f s, %s", waves, time.perf_counter() - started, self._made)
+            log.info("warm-up: %s in %.1f s, %s", counted(waves, "wave"), time.perf_counter() - started, self._made)
 
     def _meet(self, searches: list[Search]) -> None:
         """Run a wave until its graphs are captured."""

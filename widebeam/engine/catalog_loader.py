@@ -14,6 +14,7 @@ from widebeam.constraints.codebooks import Vocabulary
 from widebeam.engine.catalog_changes import Change
 from widebeam.engine.catalog_watch import CatalogFile, Fingerprint
 from widebeam.errors import CatalogError, InvalidRequest
+from widebeam.faults import counted
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class CatalogLoader:
             raise CatalogError(f"{shown} spells SIDs as token strings, but the model has no tokenizer to resolve them")
         if catalog.depth > self._deepest:
             raise CatalogError(
-                f"{shown}: there is no room for SIDs of {catalog.depth} tokens: --max-levels and "
+                f"{shown}: there is no room for SIDs of {counted(catalog.depth, 'token')}: --max-levels and "
                 f"--max-context-len allow {self._deepest}"
             )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from widebeam.constraints import object_store
 from widebeam.constraints.header import base_name
-from widebeam.errors import CatalogUnreachable, InvalidRequest, NotFound, RequestError, WideBeamError
+from widebeam.errors import CatalogUnreachable, InvalidRequest, NotFound, WideBeamError
 
 if TYPE_CHECKING:
     from widebeam.engine.live_catalogs import LiveCatalogs
@@ -75,23 +75,23 @@ class CatalogFile:
         return _beside(object_store.file_name(self.given))
 
     def find(self) -> Path:
-        """Where it lies now. Raises InvalidRequest (`invalid_path`), with the same words for all that is not a file
-        below the folder. Blocks."""
+        """Where it lies now. Raises InvalidRequest (`invalid_path`), with the same words for all that is not below the
+        folder, whether it is there or not. Blocks."""
         if self.below is None:
             return Path(self.given)
         base, given = Path(self.below).resolve(), Path(self.given)
+        wrong = f"{self.given!r} is not the relative path of a file below the catalog root"
         try:
             file = (base / given).resolve()
-            good = not given.is_absolute() and ".." not in given.parts and file.is_relative_to(base) and file.is_file()
+            if not given.is_absolute() and ".." not in given.parts and file.is_relative_to(base):
+                if file.is_file():
+                    return file
+                wrong = (
+                    f"{'a folder, no file' if file.is_dir() else 'no such file'} below the catalog root: {self.given!r}"
+                )
         except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a zero byte
-            good = False
-        if not good:
-            raise InvalidRequest(
-                f"{self.given!r} is not the relative path of a file below the catalog root",
-                code="invalid_path",
-                param="path",
-            )
-        return file
+            pass
+        raise InvalidRequest(wrong, code="invalid_path", param="path")
 
     def look(self) -> Fingerprint:
         """How what it leads to looks now; empty where it leads to none. Blocks. Raises CatalogUnreachable if an
@@ -131,7 +131,7 @@ async def watch(catalogs: LiveCatalogs, interval_s: float) -> None:
             except NotFound:
                 continue  # it was removed meanwhile
             except WideBeamError as error:
-                if isinstance(error, CatalogUnreachable) or (isinstance(error, RequestError) and error.retryable):
+                if error.retryable:
                     log.warning("%s has changed, and will be tried again as %r: %s", file.given, name, error)
                     continue
                 refused[name] = now

@@ -10,6 +10,7 @@ import msgspec
 
 from widebeam.config import changed
 from widebeam.engine.recommending import refused_default
+from widebeam.faults import counted
 
 if TYPE_CHECKING:
     from widebeam.engine.engine import Engine
@@ -46,8 +47,9 @@ def log_start(engine: Engine) -> None:
         catalog = engine.catalogs.get(name)
         assert catalog is not None
         log.info(
-            "catalog %r at version %d: %d items under %d SIDs of up to %d tokens, from %s",
-            name, catalog.version, catalog.num_items, catalog.num_sids, catalog.depth, catalog.source,
+            "catalog %r at version %d: %s under %s of up to %s, from %s",
+            name, catalog.version, counted(catalog.num_items, "item"), counted(catalog.num_sids, "SID"),
+            counted(catalog.depth, "token"), catalog.source,
         )  # fmt: skip
         if why := refused_default(engine, catalog):
             log.warning("recommendations from catalog %r that name no beam_width will be refused: %s", name, why)

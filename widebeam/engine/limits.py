@@ -12,6 +12,7 @@ from widebeam.engine.budgets import budget_limits, demand, flag
 from widebeam.engine.scheduler import Load, WaveLimits
 from widebeam.engine.wave import Search
 from widebeam.errors import InvalidRequest
+from widebeam.faults import counted
 
 if TYPE_CHECKING:
     from widebeam.model.config import ModelConfig
@@ -84,8 +85,8 @@ class Limits:
             )
         if alone.slots > wave.beam_slots:
             raise InvalidRequest(
-                f"{search.levels} levels of {search.beam_rows} rows need {alone.slots} beam KV tokens, but the pool "
-                f"has {wave.beam_slots} (--beam-kv-tokens)",
+                f"{counted(search.levels, 'level')} of {counted(search.beam_rows, 'row')} need {alone.slots} beam KV "
+                f"tokens, but the pool has {wave.beam_slots} (--beam-kv-tokens)",
                 code="search_too_large",
                 param="max_new_tokens",
             )

@@ -204,7 +204,7 @@ class LiveCatalogs:
         numbers = (await asyncio.to_thread(change.count, before, after))._asdict()
         source = "removed" if after is None else after.source
         log.info(
-            "catalog %r: version %d -> %d, %d items came, %d changed, %d went (%s)",
+            "catalog %r: version %d -> %d; items: %d came, %d changed, %d went (%s)",
             *(change.name, *versions, *numbers.values(), source),
             extra={
                 "fields": {

@@ -14,6 +14,7 @@ import torch
 from widebeam.engine.flight import Flight
 from widebeam.engine.job import Job, Outcome
 from widebeam.errors import EngineError
+from widebeam.faults import counted
 
 log = logging.getLogger(__name__)
 Deliver = Callable[[list[Outcome]], None]
@@ -73,5 +74,5 @@ class Reader:
         except torch.AcceleratorError:
             raise
         except Exception:
-            log.exception("the results of a wave of %d requests could not be read", len(flight.jobs))
+            log.exception("the results of a wave of %s could not be read", counted(len(flight.jobs), "request"))
             return [Outcome(job, EngineError("the search failed; see the server's log")) for job in flight.jobs]

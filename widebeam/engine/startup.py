@@ -12,6 +12,7 @@ import torch
 from widebeam.config import EngineConfig
 from widebeam.engine.needs import Needs
 from widebeam.errors import ConfigError
+from widebeam.faults import counted
 from widebeam.model.attention import BACKENDS, AttentionBackend
 from widebeam.model.config import ModelConfig
 from widebeam.model.flashinfer import why_not
@@ -84,7 +85,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
         return device
     index = (device.index or 0) + rank
     if index >= torch.cuda.device_count():
-        there = f"torch sees {torch.cuda.device_count()} CUDA devices"
+        there = f"torch sees {counted(torch.cuda.device_count(), 'CUDA device')}"
         if rank:
             raise ConfigError(f"--tensor-parallel-size: rank {rank} would run on cuda:{index}, but {there}")
         raise ConfigError(f"device {name!r} is not there: {there}")

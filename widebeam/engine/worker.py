@@ -31,6 +31,7 @@ from widebeam.engine.scheduler import Load, Scheduler
 from widebeam.engine.search import Between
 from widebeam.engine.watchdog import Activity, Busy
 from widebeam.errors import EngineDead, EngineError, OutOfMemory, RequestError, StartupError
+from widebeam.faults import counted
 
 log = logging.getLogger(__name__)
 DEPTH = 2
@@ -223,15 +224,15 @@ class Worker:
             self.out_of_memory += 1
             self.scheduler.ran_out_of_memory(jobs)
             log.error(
-                "a wave of %d requests ran out of memory; the next ones have at most %d rows",
-                len(jobs), self.scheduler.rows_limit,
+                "a wave of %s ran out of memory; the next ones have at most %d rows",
+                counted(len(jobs), "request"), self.scheduler.rows_limit,
             )  # fmt: skip
             torch.cuda.empty_cache()
             self._fail(jobs, OutOfMemory("the GPU ran out of memory", retry_after_s=1.0))
         except FATAL:
             raise
         except Exception:
-            log.exception("a wave of %d requests failed", len(jobs))
+            log.exception("a wave of %s failed", counted(len(jobs), "request"))
             self._fail(jobs, EngineError("the search failed; see the server's log"))
         else:
             if jobs[0].levels == LEVEL_RUNGS[0]:  # longer ones wait for the device, and for others, between pieces

@@ -58,9 +58,14 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     no_stop_trim: bool | None = None
 
     @property
+    def cold(self) -> bool:
+        """The temperature is 0, or as good as that."""
+        return self.temperature is not None and self.temperature < GREEDY_BELOW
+
+    @property
     def greedy(self) -> bool:
         """The client asks for the most probable token, so there is nothing to draw."""
-        return (self.temperature is not None and self.temperature < GREEDY_BELOW) or self.top_k == 1
+        return self.cold or self.top_k == 1
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -100,6 +105,8 @@ class BeamPlan(msgspec.Struct, frozen=True):
     width: int | None
     beams: bool
     """The answer has the form of a beam search, even if it is one beam wide."""
+    by_greed: bool = False
+    """It is one because nothing is to be drawn: temperature 0 or top_k 1 have had their effect."""
 
 
 def beam_plan(fields: SamplingFields, policy: PolicySpec | None, catalog_in_use: bool, where: str = "") -> BeamPlan:
@@ -108,12 +115,13 @@ def beam_plan(fields: SamplingFields, policy: PolicySpec | None, catalog_in_use:
     if fields.beam_width is not None and n > fields.beam_width:
         raise InvalidRequest(f"n is {n}, but beam_width is only {fields.beam_width}", param=where + "n")
     beams = policy is not None or bool(fields.use_beam_search) or (fields.beam_width or 1) > 1
-    if not beams and n > 1 and not (catalog_in_use or fields.greedy):
+    several = not beams and n > 1 and not catalog_in_use
+    if several and not fields.greedy:
         return BeamPlan(n, 1, False)
     width = fields.beam_width
     if width is None and (policy is None or policy.widths is None):
         width = n
-    return BeamPlan(n, width, beams or n > 1)
+    return BeamPlan(n, width, beams or n > 1, by_greed=several)
 
 
 def text_sampling(fields: SamplingFields, vocab_size: int, where: str = "") -> Sampling | None:
@@ -141,8 +149,9 @@ def text_sampling(fields: SamplingFields, vocab_size: int, where: str = "") -> S
     )
 
 
-def without_effect(fields: SamplingFields, where: str = "") -> list[str]:
-    """Warnings for a search of beams or of a catalog, which ranks by the model's own log-probabilities.
+def without_effect(fields: SamplingFields, where: str = "", by_greed: bool = False) -> list[str]:
+    """Warnings for a search of beams or of a catalog, which ranks by the model's own log-probabilities. `by_greed`: see
+    BeamPlan.
 
     Raises InvalidRequest for what would have to change its result and cannot.
     """
@@ -158,9 +167,9 @@ def without_effect(fields: SamplingFields, where: str = "") -> list[str]:
             param=where + "stop",
         )
     given = {
-        "temperature": fields.temperature not in (None, 1.0) and not fields.greedy,
+        "temperature": fields.temperature not in (None, 1.0) and not (by_greed and fields.cold),
         "top_p": fields.top_p not in (None, 1.0),
-        "top_k": _cuts_top_k(fields) and fields.top_k != 1,
+        "top_k": _cuts_top_k(fields) and not (by_greed and fields.top_k == 1),
         "min_p": bool(fields.min_p),
         **_biasing(fields),
         fields.wire_name("seed"): fields.seed is not None,

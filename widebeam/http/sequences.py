@@ -79,7 +79,7 @@ def plan_search(
     sampling, warnings = None, []
     if plan.beams or catalog is not None:
         token_bias(fields, vocab_size, where)
-        warnings = without_effect(fields, where)
+        warnings = without_effect(fields, where, plan.by_greed)
     else:
         sampling = text_sampling(fields, vocab_size, where)
     if fields.stop_strings and engine.tokenizer is None:

@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from widebeam.engine.request import NO_CATALOG, Sampling, SearchParams
 from widebeam.errors import InvalidRequest
+from widebeam.faults import counted
 from widebeam.http.keys import FACTS, METRICS
 from widebeam.http.openai import ROLE, ChatRequest, ChatResponse, OpenAIResponse
 from widebeam.http.protocol import CompletionDetails, PromptDetails, Usage
@@ -193,8 +194,8 @@ def _max_tokens(engine: Engine, asked: Thinking, catalog: Catalog, taken: int) -
         )
     if room < (wanted or 1):
         raise InvalidRequest(
-            f"behind this prompt, the context of {engine.max_context_len} tokens has room for {max(0, room)} tokens of "
-            "thinking",
+            f"behind this prompt, the context of {engine.max_context_len} tokens has room for "
+            f"{counted(max(0, room), 'token')} of thinking",
             code="context_too_long",
             param="thinking.max_tokens",
         )

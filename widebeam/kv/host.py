@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from widebeam.faults import counted
 from widebeam.kv.context import ContextKV, ContextLease, PagePool
 from widebeam.kv.copies import LastUses, PageCopies
 from widebeam.kv.eviction import CachedPage
@@ -224,7 +225,8 @@ class HostTier:
         except torch.AcceleratorError:
             raise
         except RuntimeError:
-            log.exception("%d pages could not be copied %s the host's memory", len(fresh), "from" if restores else "to")
+            way = "from" if restores else "to"
+            log.exception("%s could not be copied %s the host's memory", counted(len(fresh), "page"), way)
             self._copies.fence()
             (self._context if restores else self._host).forget(fresh[0])
             self._context.release(device)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from widebeam.errors import CheckpointError
+from widebeam.faults import why_no_json
 from widebeam.model.quantization import Quantization, declared_quantization, has_kv_scales, why_unsupported
 
 SUPPORTED = ("qwen3", "qwen2")
@@ -65,14 +66,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint folder. Raises CheckpointError."""
+def read_utf8(path: Path) -> str:
+    """A text of a checkpoint folder. Raises CheckpointError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a checkpoint folder. Raises CheckpointError."""
+    text = read_utf8(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {why_no_json(error, text.encode())}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return value
@@ -83,9 +95,6 @@ def load_model_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     raw = read_json(path)
     _refuse_unsupported(raw, path)
-    generation = folder / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    eos = raw.get("eos_token_id") if eos is None else eos
     qwen3 = raw["model_type"] == "qwen3"
     bias = bool(raw.get("attention_bias", False))
     try:
@@ -108,7 +117,7 @@ def load_model_config(folder: Path) -> ModelConfig:
             qk_norm=qwen3,
             rope=_rope(raw, path),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-            eos_token_ids=tuple(map(int, eos)) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            eos_token_ids=_eos_token_ids(raw, path),
             quantization="fp8" if declared_quantization(raw) else "none",
             kv_scales=has_kv_scales(raw),
         )
@@ -120,6 +129,18 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{path} lacks {error.args[0]!r}") from None
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path} has a wrong value: {error}") from None
+
+
+def _eos_token_ids(raw: dict[str, Any], path: Path) -> tuple[int, ...]:
+    """Those of generation_config.json, if it says any."""
+    place = path.with_name("generation_config.json")
+    eos = read_json(place).get("eos_token_id") if place.exists() else None
+    if eos is None:
+        place, eos = path, raw.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(one) is not int for one in ids):
+        raise CheckpointError(f"{place} has a wrong value: eos_token_id is {eos!r}, not a token id or a list of them")
+    return tuple(ids)
 
 
 def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from widebeam.errors import CheckpointError, InvalidRequest
-from widebeam.model.config import read_json
+from widebeam.model.config import read_json, read_utf8
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
+_JSON_FILES = ("config.json", *TOKENIZER_FILES, "added_tokens.json", "special_tokens_map.json")
+_TEXT_FILES = ("merges.txt", "chat_template.jinja")
 
 
 class Tokenizer:
@@ -21,11 +23,10 @@ class Tokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         except Exception as error:  # transformers raises many kinds, and mostly does not say of which file
-            for name in (*TOKENIZER_FILES, "added_tokens.json", "special_tokens_map.json"):
-                if (folder / name).exists():
-                    read_json(folder / name)
+            _name_the_broken(folder)
             raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from None
         self.has_chat_template = self._tokenizer.chat_template is not None
+        self._check_chat_template(folder)
         eos = self._tokenizer.eos_token_id
         self.eos_token_ids: set[int] = set() if eos is None else {int(eos)}
         self.special_token_ids: list[int] = sorted(map(int, self._tokenizer.all_special_ids))
@@ -38,6 +39,18 @@ class Tokenizer:
         if there and not whole:
             raise CheckpointError(f"{folder} has {' and '.join(there)}, but no tokenizer.json")
         return cls(folder) if there else None
+
+    def _check_chat_template(self, folder: Path) -> None:
+        """Raise CheckpointError for a template that is none, which no chat would get past."""
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            if self.has_chat_template:
+                self._tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise CheckpointError(f"the chat template in {folder} is broken at line {error.lineno}: {error}") from None
+        except Exception:  # it compiles, and may refuse what it likes
+            return
 
     def __len__(self) -> int:
         return len(self._tokenizer)
@@ -84,3 +97,19 @@ class Tokenizer:
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
         return self.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _name_the_broken(folder: Path) -> None:
+    """Raise CheckpointError with the file that keeps transformers from loading a tokenizer, if one alone does."""
+    from tokenizers import Tokenizer as Fast
+
+    for read, names in ((read_json, _JSON_FILES), (read_utf8, _TEXT_FILES)):
+        for path in (folder / name for name in names):
+            if path.exists():
+                read(path)
+    whole = folder / "tokenizer.json"
+    try:
+        if whole.exists():
+            Fast.from_file(str(whole))
+    except Exception as error:  # the library's own kind is Exception itself
+        raise CheckpointError(f"{whole} holds no tokenizer: {error}") from None

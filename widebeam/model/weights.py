@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from widebeam.errors import CheckpointError
+from widebeam.faults import counted
 from widebeam.kv.pools import Scales
 from widebeam.model.config import ModelConfig, read_json
 from widebeam.model.layers import Linear
@@ -153,7 +154,7 @@ def load_model(
         missing.discard(name)
     if missing:
         some = ", ".join(sorted(missing)[:3])
-        raise CheckpointError(f"{folder}: {len(missing)} tensors are missing, among them {some}")
+        raise CheckpointError(f"{folder} lacks {counted(len(missing), 'tensor')}: {some}{', ..' * (len(missing) > 3)}")
     if shard.rank > 0 and (bias := model.layers.self_attn.o_proj.bias) is not None:
         bias.zero_()  # a part of a sum: the first rank adds it
     if config.kv_scales:
@@ -234,7 +235,9 @@ def _shards(folder: Path) -> list[Path]:
             raise CheckpointError(f"{folder / INDEX} has no weight_map") from None
         absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if absent:
-            raise CheckpointError(f"{folder} lacks {len(absent)} of {len(names)} shards, first {absent[0]!r}")
+            raise CheckpointError(
+                f"{folder} lacks {len(absent)} of {counted(len(names), 'shard')}, first {absent[0]!r}"
+            )
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

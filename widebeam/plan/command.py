@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from widebeam.config import MAX_BEAM_WIDTH, MAX_LEVELS, EngineConfig, Positive
 from widebeam.errors import CheckpointError, ConfigError
-from widebeam.faults import did_you_mean
+from widebeam.faults import counted, did_you_mean
 from widebeam.model.config import ModelConfig, load_model_config
 from widebeam.plan.estimate import CODES, memory, speed
 from widebeam.plan.gpus import GPUS, gpu_named
@@ -156,8 +156,9 @@ def text(options: Plan, found: dict[str, Any]) -> str:
         ("histories", f"{room['histories_on_gpu']:,} on each GPU ({room['pool_tokens']:,} tokens)"),
         ("one request", f"{one['prefill'] + one['levels']:.1f} ms: prefill {one['prefill']:.1f}, levels "
                         f"{one['levels']:.1f}"),
-        ("full wave", f"{fleet['full_wave_requests']} requests, {closed}; {full['prefill'] + full['levels']:.1f} ms: "
-                      f"prefill {full['prefill']:.1f}, levels {full['levels']:.1f}"),
+        ("full wave", f"{counted(fleet['full_wave_requests'], 'request')}, {closed}; "
+                      f"{full['prefill'] + full['levels']:.1f} ms: prefill {full['prefill']:.1f}, levels "
+                      f"{full['levels']:.1f}"),
         ("peak", f"{fleet['requests_per_s']:.1f} requests/s for each GPU"),
         ("replicas", f"{fleet['replicas']} for {options.qps:g} requests/s, each at {fleet['utilization']:.0%} of its "
                      f"peak, with waves of {fleet['mean_wave_requests']:.1f} requests"),
@@ -165,7 +166,8 @@ def text(options: Plan, found: dict[str, Any]) -> str:
         ("limited by", ", ".join(limits)),
     ]  # fmt: skip
     if options.users is not None:
-        rows.insert(-5, ("host", f"{room['host_gib']:.1f} GiB hold {options.users:,} users' histories"))
+        users = counted(options.users, "user", ",")
+        rows.insert(-5, ("host", f"{room['host_gib']:.1f} GiB hold the histories of {users}"))
     if room["raise_catalog_memory"]:
         rows.append(
             ("set", f"--catalog-memory-gib {room['tree_gib'] * 2:.2f}: two versions of {options.items:,} items")

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from widebeam.config import MAX_BEAM_WIDTH, MAX_LEVELS, Seed
 from widebeam.errors import EngineError, InvalidRequest, RequestError
+from widebeam.faults import counted
 from widebeam.registry import Registry
 
 log = logging.getLogger("widebeam.policies")
@@ -68,7 +69,7 @@ class LevelPlan(NamedTuple):
         """What is not as declared, for a plan from code of others."""
         numbers = (*self.widths, self.floor, *(() if self.cap is None else (self.cap,)))
         if len(self.widths) != levels:
-            return f"{len(self.widths)} widths for {levels} levels"
+            return f"{counted(len(self.widths), 'width')} for {counted(levels, 'level')}"
         if any(type(number) is not int or not 1 <= number <= MAX_BEAM_WIDTH for number in numbers):
             return f"widths, floor and cap must be integers from 1 to {MAX_BEAM_WIDTH}"
         if not all(isinstance(number, int | float) for number in (self.margin, self.mass)):
@@ -138,7 +139,8 @@ def widths_of(spec: PolicySpec, levels: int, beam_width: int | None) -> tuple[in
         return (beam_width or 1,) * levels
     if len(widths) > levels:
         raise InvalidRequest(
-            f"policy.widths has {len(widths)} entries, but the search has {levels} levels", param="policy.widths"
+            f"policy.widths has {counted(len(widths), 'width')}, but the search has {counted(levels, 'level')}",
+            param="policy.widths",
         )
     if beam_width is not None and beam_width != max(widths):
         raise InvalidRequest(
