@@ -29,7 +29,7 @@ from servers import counts, machine, running_server, split_flags
 
 KERNELS = re.compile(r"FlashInfer's \w+ kernels are there after ([\d.]+) s")
 LOADED = re.compile(r"loaded in ([\d.]+) s")
-WARMED = re.compile(r"warm-up: (\d+) waves in ([\d.]+) s, Made\(compiled=(\d+), captured=(\d+), skipped=(\d+)\)")
+WARMED = re.compile(r"warm-up: (\d+) waves? in ([\d.]+) s, Made\(compiled=(\d+), captured=(\d+), skipped=(\d+)\)")
 """One line for any token, one for larger prompts and those behind prefixes, and one for each catalog; what was made is
 counted from the start."""
 SHOWN_S = 0.5
