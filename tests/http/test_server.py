@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +210,16 @@ def test_a_dead_engine_says_so_everywhere(checkpoint: Path, catalog_file: Path) 
             assert (service.get(path).status, service.get(path).json) == (503, {"status": "dead"})
         assert 'widebeam_engine_state{state="dead"} 1.0' in service.get("/metrics").content.decode()
         assert not service.engine._waiting
+
+
+def test_a_server_that_has_stopped_holds_nothing(checkpoint: Path) -> None:
+    """A program that starts another one has the memory of the first again, its KV pools above all."""
+    with running_service(checkpoint, None) as service:
+        assert service.post("/generate", {"input_ids": [7], "sampling_params": {"n": 2}}).status == 200
+        engine = weakref.ref(service.engine)
+    del service
+    gc.collect()
+    assert engine() is None
 
 
 async def test_a_taken_port_is_a_config_error(service: Service) -> None:

@@ -95,6 +95,7 @@ class Server:
             await site.stop()
         await asyncio.sleep(_LAST_ANSWERS_S)
         await self._runner.cleanup()
+        self._app._state.clear()  # aiohttp has a cache that keeps applications, and with this one the engine, for good
 
 
 class _Signals:
