@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,3 +59,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def catalog_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A JSONL catalog whose SIDs the checkpoint's tokenizer knows, with a history template."""
     return tiny.save_catalog(tmp_path_factory.mktemp("catalog") / "items.jsonl")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage() -> Iterator[None]:
+    """Engines hold gigabytes, and lie in cycles that collections of their own would meet late."""
+    yield
+    gc.collect()
