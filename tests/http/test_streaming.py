@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
@@ -19,13 +20,18 @@ from aiohttp import web
 from tests.faulty import served
 from tests.http.service import MODEL_NAME, Service, wait_until
 from tests.http.test_generate import IDS, events, without_times
+from widebeam.config import ServerConfig
 from widebeam.engine import search as search_module
 from widebeam.engine.request import SearchResult
-from widebeam.http.keys import ENGINE, FACTS, LEAVING, REQUEST_ID
+from widebeam.http.app import build_app
+from widebeam.http.keys import ENGINE, FACTS, LEAVING, REQUEST_ID, limit_time
 from widebeam.http.logs import RequestFacts
 from widebeam.http.streaming import EventStream
 
 LENGTH = 100
+TIMEOUT_MS = 100
+LARGE = 32 << 20
+"""More than sockets hold."""
 MESSAGES: Any = [{"role": "user", "content": "watched a"}]
 DRAWN: dict[str, Any] = {"n": 2, "max_new_tokens": LENGTH, "sampling_seed": 5, "ignore_eos": True}
 TEXT_OF: dict[str, dict[str, Any]] = {
@@ -82,9 +88,15 @@ def test_usage_grows(bare_service: Service, sdk: openai.OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     asked: dict[str, Any] = {"model": MODEL_NAME, "messages": MESSAGES} | TEXT_OF["drawn"]
     told = [chunk.usage for chunk in sdk.chat.completions.create(**asked, stream=True, stream_options=options)]
+    check_usage(told, 2)
+    asked = {"model": MODEL_NAME, "prompt": [IDS, [8]]} | TEXT_OF["drawn"]
+    check_usage([chunk.usage for chunk in sdk.completions.create(**asked, stream=True, stream_options=options)], 4)
+
+
+def check_usage(told: list[Any], texts: int) -> None:
     counts = [usage.completion_tokens for usage in told if usage is not None]
     assert len(counts) == len(told) > 2 and counts == sorted(counts)
-    assert 0 < counts[0] < counts[-1] == 2 * LENGTH
+    assert 0 < counts[0] < counts[-1] == texts * LENGTH
 
 
 def test_events_of_generate_have_all_so_far(bare_service: Service) -> None:
@@ -158,6 +170,36 @@ def test_an_error_in_the_middle_is_the_last_event(
     assert bare_service.post(path, body).status == 200
 
 
+def test_a_connection_without_chunks_ends_with_the_stream(bare_service: Service) -> None:
+    """HTTP/1.0: nothing else says that all is there, though the client would keep it."""
+    body = json.dumps({"input_ids": IDS, "sampling_params": DRAWN, "stream": True}).encode()
+    head = f"POST /generate HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(bare_service.address, timeout=30) as connection, connection.makefile("rb") as answer:
+        connection.sendall(head.encode() + body)
+        content = answer.read()
+    assert content.startswith(b"HTTP/1.0 200") and content.endswith(b"data: [DONE]\n\n")
+
+
+async def test_who_reads_slowly_has_no_time_limit(shared_bare_service: Service) -> None:
+    """It is one of the work: as with any other response, the client may take what is there when it likes."""
+
+    async def large(request: web.Request) -> web.StreamResponse:
+        limit_time(request, TIMEOUT_MS)
+        events = EventStream(request)
+        events.send("x" * LARGE)
+        return events.end()
+
+    app = build_app(shared_bare_service.engine, ServerConfig())
+    app.add_routes([web.get("/large", large)])
+    async with (
+        served(app, handler_cancellation=True) as url,
+        aiohttp.ClientSession() as session,
+        session.get(url + "/large") as response,
+    ):
+        await asyncio.sleep(3 * TIMEOUT_MS / 1e3)
+        assert (await response.text()) == f'data: "{"x" * LARGE}"\n\ndata: [DONE]\n\n'
+
+
 def test_who_goes_away_in_the_middle_is_forgotten(bare_service: Service) -> None:
     body = {"input_ids": IDS, "sampling_params": DRAWN | {"max_new_tokens": 500}, "stream": True}
     cancelled = ended(bare_service)
@@ -221,7 +263,9 @@ async def test_a_client_that_lags_is_known() -> None:
             await asyncio.sleep(0)
         lagged.set()
         events.send(sent)
-        return await events.end()
+        response = events.end()
+        await events.written()
+        return response
 
     app = web.Application()
     app[ENGINE], app[LEAVING] = SimpleNamespace(state="ready"), asyncio.Event()  # type: ignore[misc]

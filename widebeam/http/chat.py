@@ -68,7 +68,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         beam_details=UNSET if result.levels is None else result.levels,
     )
     if stream is not None:
-        return await stream.end(answer, used)
+        return stream.end(answer, used)
     if thought is not None and choices and choices[0].message:
         choices[0].message.reasoning_content = thought.text
     return json_response(answer)

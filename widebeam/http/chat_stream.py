@@ -44,11 +44,11 @@ class ChatStream:
         if deltas:
             self._chunks.send(msgspec.structs.replace(self._head, choices=list(map(unended, deltas))), usage(result))
 
-    async def end(self, answer: ChatResponse, used: Usage) -> web.StreamResponse:
+    def end(self, answer: ChatResponse, used: Usage) -> web.StreamResponse:
         """The rest of the whole answer, and how all choices ended."""
         deltas = [self._delta(choice, last=True) for choice in answer.choices]
         self._chunks.send(msgspec.structs.replace(answer, choices=deltas, usage=UNSET), used)
-        return await self._chunks.end(self._head, used)
+        return self._chunks.end(self._head, used)
 
     def _delta(self, choice: ChatChoice, last: bool = False) -> ChatChoice | None:
         """What a choice has that was not sent; None if there is nothing, unless it is the last."""

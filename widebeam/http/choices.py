@@ -14,7 +14,7 @@ from widebeam.http.auth import tenant_salt
 from widebeam.http.body import Neutral, refuse_unsupported
 from widebeam.http.openai import Choice, ChoiceInfo, OpenAIFields, OpenAIResponse, StreamOptions
 from widebeam.http.protocol import Usage
-from widebeam.http.sequences import Plan, Text, plan_search
+from widebeam.http.sequences import Plan, Text, plan_search, usage
 from widebeam.http.streaming import EventStream
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Chunks:
         self._events, self._options = EventStream(request), options or StreamOptions()
         self._sent: dict[Hashable, tuple[int, int]] = {}
         """Characters and tokens of each choice, and of a text before all of them, that were sent."""
+        self._seen: dict[int, SearchResult] = {}
 
     def new(self, index: Hashable, text: str, tokens: int = 0) -> tuple[str, slice]:
         """What a choice of so much text and so many tokens has that was not sent."""
@@ -105,15 +106,20 @@ class Chunks:
         """Whether anything of a choice was sent."""
         return index in self._sent
 
-    def send(self, chunk: OpenAIResponse, usage: Usage) -> None:
-        """`usage`: so far."""
+    def used(self, prompt: int, so_far: SearchResult) -> Usage:
+        """By all prompts that have grown, of which one is there now."""
+        self._seen[prompt] = so_far
+        return usage(*self._seen.values())
+
+    def send(self, chunk: OpenAIResponse, used: Usage) -> None:
+        """`used`: so far."""
         if self._options.include_usage:
-            told = usage if self._options.continuous_usage_stats else None
+            told = used if self._options.continuous_usage_stats else None
             chunk = msgspec.structs.replace(chunk, usage=told)
         self._events.send(chunk)
 
-    async def end(self, last: OpenAIResponse, usage: Usage) -> web.StreamResponse:
+    def end(self, last: OpenAIResponse, used: Usage) -> web.StreamResponse:
         """`last`: a chunk without choices, for the usage of all."""
         if self._options.include_usage:
-            self._events.send(msgspec.structs.replace(last, usage=usage))
-        return await self._events.end()
+            self._events.send(msgspec.structs.replace(last, usage=used))
+        return self._events.end()

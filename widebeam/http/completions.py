@@ -54,7 +54,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return json_response(msgspec.structs.replace(_filled(head, found), usage=total))
     for result, choices in found:
         chunks.send(_filled(head, [(result, _deltas(chunks, choices, True))]), total)
-    return await chunks.end(head, total)
+    return chunks.end(head, total)
 
 
 def _deltas(chunks: Chunks, choices: list[CompletionChoice], last: bool) -> list[CompletionChoice]:
@@ -100,7 +100,7 @@ async def _run(
 
     def grown(result: SearchResult, choices: list[CompletionChoice]) -> None:
         if chunks is not None and not chunks.lags and (deltas := _deltas(chunks, choices, False)):
-            chunks.send(msgspec.structs.replace(head, choices=deltas), usage(result))
+            chunks.send(msgspec.structs.replace(head, choices=deltas), chunks.used(index, result))
 
     prompt_ids = await engine.encode(prompt) if isinstance(prompt, str) else prompt
     return await run_plan(

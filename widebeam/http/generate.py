@@ -86,7 +86,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     for index, answer in enumerate(answers):
         answer.index = index if listed else UNSET
         events.send(answer)
-    return await events.end()
+    return events.end()
 
 
 def _jobs(engine: Engine, body: GenerateRequest, request: web.Request, started: float) -> tuple[list[Job], bool]:

@@ -91,9 +91,11 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
         events, dialect = request.get(EVENTS), dialect_of(request.path)
         if events is not None and events.begun:
             events.send(failure_body(failure, request, dialect))
-            response = await events.end()
+            response = events.end()
         else:
             response = failure_response(failure, request, dialect)
+    if (events := request.get(EVENTS)) is not None and events.begun:
+        await events.written()  # beyond the time limit, as the body of any other response
     if not response.prepared:
         complete_head(response, request, failed=failure is not None)
     return response, failure

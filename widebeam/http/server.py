@@ -52,7 +52,7 @@ class Server:
             logger=protocol_log,
             auto_decompress=False,
             keepalive_timeout=config.keepalive_timeout_s,
-            shutdown_timeout=_ANSWER_TIMEOUT_S,
+            shutdown_timeout=_ANSWER_TIMEOUT_S / 2,  # it waits that long twice for a client that takes nothing
         )
         self.url = ""
 

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from widebeam.http.headers import complete_head
 from widebeam.http.keys import EVENTS
@@ -46,13 +46,16 @@ class EventStream:
         """One more event; does not wait for the client."""
         self._put(msgspec.json.encode(event))
 
-    async def end(self) -> web.StreamResponse:
-        """No event follows: what a handler returns, once the client has everything or has gone."""
+    def end(self) -> web.StreamResponse:
+        """No event follows: what a handler returns."""
         self._put(b"[DONE]")
         self._events.put_nowait(None)
+        return self._response
+
+    async def written(self) -> None:
+        """Wait until the client has everything, or has gone."""
         assert self._writing is not None
         await self._writing
-        return self._response
 
     def drop(self) -> None:
         """The client has gone."""
@@ -68,6 +71,8 @@ class EventStream:
 
     async def _write(self) -> None:
         complete_head(self._response, self._request)
+        if self._request.version < HttpVersion11:  # without chunks, only the connection's end says that it is all
+            self._response.force_close()
         with contextlib.suppress(ConnectionError):  # nobody is left to be told
             await self._response.prepare(self._request)
             while (event := await self._events.get()) is not None:
