@@ -89,6 +89,7 @@ class Chunks:
         self._sent: dict[Hashable, tuple[int, int]] = {}
         """Characters and tokens of each choice, and of a text before all of them, that were sent."""
         self._seen: dict[int, SearchResult] = {}
+        """How far each prompt is."""
 
     def new(self, index: Hashable, text: str, tokens: int = 0) -> tuple[str, slice]:
         """What a choice of so much text and so many tokens has that was not sent."""
