@@ -3,6 +3,7 @@ tests/model/test_attention.py plans again and compares with plain attention."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def plan(planner: Planner, wrapper: Wrapper, seed: int) -> list[Any]:
     rng = np.random.default_rng(seed)
     rows, keys, lengths = (rng.integers(0, 99, size, dtype=np.int32) for size in (3, 3, 2))
     arrays = rows, keys, lengths, rng.integers(0, 99, 1 + seed, dtype=np.int32)
-    planner.plan(lambda: wrapper.plan(*map(torch.from_numpy, (rows, keys, lengths))), rows, keys, lengths, arrays)
+    planner.plan(lambda: wrapper.plan(*map(torch.from_numpy, (rows, keys, lengths))), *arrays)
     name = wrapper._name
     given = [array.tolist() for array in (rows, keys, lengths)]
     assert wrapper._plan_info == [f"{name} float", f"{name} device", f"{name} pinned", *given, f"rows of {name}", True]
@@ -55,7 +56,7 @@ def plan(planner: Planner, wrapper: Wrapper, seed: int) -> list[Any]:
 def test_later_plans_bring_new_arrays_to_what_the_first_one_gave() -> None:
     arrays = DeviceArrays(SIZES, CPU)
     wrapper = Wrapper(Module(), "a")
-    planner = Planner(wrapper, arrays)
+    planner = Planner(wrapper, arrays, nullcontext)
     plan(planner, wrapper, 0)
     called = wrapper.called
     for seed in (5, 2, 7):
@@ -76,14 +77,14 @@ def test_a_wrapper_that_plans_in_another_way_is_told() -> None:
 
     wrapper = Other(Module(), "a")
     with pytest.raises(RuntimeError, match="plans in another way"):
-        plan(Planner(wrapper, DeviceArrays(SIZES, CPU)), wrapper, 0)
+        plan(Planner(wrapper, DeviceArrays(SIZES, CPU), nullcontext), wrapper, 0)
 
 
 def test_engines_of_one_process_learn_apart() -> None:
     """While one learns, another plans by the module that both share."""
     module = Module()
     wrappers = [Wrapper(module, name) for name in "ab"]
-    a, b = (Planner(wrapper, DeviceArrays(SIZES, CPU)) for wrapper in wrappers)
+    a, b = (Planner(wrapper, DeviceArrays(SIZES, CPU), nullcontext) for wrapper in wrappers)
     plan(b, wrappers[1], 1)
     own = wrappers[0].plan
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.model.test_attention import CONFIG
 from widebeam.model.flashinfer import FlashInferBackend, why_not
 from widebeam.model.planning import DeviceArrays
-from widebeam.model.work_lists import INDPTR, ListPlanner, work_lists
+from widebeam.model.work_lists import INDPTR, ListPlanner, Shape, work_lists, write_lists
 
 CPU = torch.device("cpu")
 REQUESTS = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 300)), min_size=1, max_size=7)
@@ -52,7 +52,7 @@ def columns(lists: list[np.ndarray]) -> Wanted:
 def test_every_tile_is_somebodys(
     requests: list[tuple[int, int]], heads: int, tile: int, causal: bool, processors: int
 ) -> None:
-    lists = work_lists(*arguments(requests), heads, tile, causal, processors)
+    lists = work_lists(*arguments(requests), Shape(heads, tile, causal, processors))
     assert sorted(columns(lists)) == sorted(wanted(*arguments(requests), heads, tile))
     ends = lists[INDPTR].tolist()
     assert len(ends) == processors + 1 and ends == sorted(ends) and ends[0] == 0 and ends[-1] == len(lists[0])
@@ -83,7 +83,7 @@ def test_no_multiprocessor_has_much_more_than_the_greedy_way_gives_it() -> None:
         rows = rng.integers(1, rng.choice([300, 1200, 9000] if causal else [40, 300, 1200]), count)
         keys = rows if causal else rng.integers(1, 32_000, count)
         given = begins(rows.tolist()), begins(keys.tolist()), keys.astype(np.int32)
-        largest = max(loads(work_lists(*given, heads, tile, causal, processors), tile, causal))
+        largest = max(loads(work_lists(*given, Shape(heads, tile, causal, processors)), tile, causal))
         tiles = sorted(zip(keys.tolist(), rows.tolist(), strict=True), reverse=True)
         costs = [
             2 * tile + (min(some, (number + 1) * tile) if causal else some)
@@ -119,14 +119,15 @@ def backwards(lists: list[np.ndarray]) -> list[np.ndarray]:
 def plan(wrapper: Wrapper, planner: ListPlanner, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The arrays that the device gets, and the lists."""
     rng = np.random.default_rng(seed)
-    given = arguments([(int(rows), 3) for rows in rng.integers(0, 400, 4)])
-    lists = work_lists(*given, 3, 128, True, 7)
-    planner.plan(lambda: wrapper.plan(lists), *given, given[:2])
-    return [*given[:2]], lists
+    ends = sorted(rng.integers(0, 900, 3))
+    given = arguments([(int(rows), 3) for rows in np.diff([0, *ends, 900])])
+    lists = work_lists(*given, Shape(3, 128, True, 7))
+    planner.plan(lambda: wrapper.plan(lists), *given)
+    return [*given], lists
 
 
 def test_later_plans_put_their_lists_where_the_first_one_had_them() -> None:
-    wrapper, arrays = Wrapper(backwards), DeviceArrays([5, 5], CPU)
+    wrapper, arrays = Wrapper(backwards), DeviceArrays([5, 5, 4], CPU)
     planner = ListPlanner(wrapper, arrays, 3, 128, causal=True, processors=7)
     plan(wrapper, planner, 0)
     for seed in range(1, 6):
@@ -198,13 +199,13 @@ def test_lists_are_those_of_the_compiled_planner(
     tile = 192 if head_dim == 64 else 128
     total = max(1, *(sum(rows for rows, _ in layout) for layout in layouts))
     wrapper = Compiled(heads, tile, causal, processors)
-    arrays = DeviceArrays([len(layouts[0]) + 2] * 2, CPU)
+    arrays = DeviceArrays([len(layouts[0]) + 2] * 2 + [len(layouts[0]) + 1], CPU)
     planner = ListPlanner(wrapper, arrays, heads, head_dim, causal=causal, processors=processors)
     for layout in layouts:
         sizes = [*(rows for rows, _ in layout), total - sum(rows for rows, _ in layout)]
         lengths = sizes if causal else [*(keys for _, keys in layout), 1]
         given = begins(sizes), begins(lengths), np.array(lengths, dtype=np.int32)
-        planner.plan(lambda given=given: wrapper.plan_for(*given), *given, given[:2])
+        planner.plan(lambda given=given: wrapper.plan_for(*given), *given)
         assert wrapper.tiles == sorted(wanted(*given, heads, tile))
 
 
@@ -213,9 +214,32 @@ def less(lists: list[np.ndarray]) -> list[np.ndarray]:
     return [each - (place == 4) for place, each in enumerate(lists)]
 
 
+@pytest.mark.gpu
+def test_the_device_makes_the_same_lists() -> None:
+    """As `work_lists`, and writes nothing else."""
+    rng = np.random.default_rng(0)
+    for trial in range(200):
+        heads, tile, causal = int(rng.choice([1, 5, 16, 40])), int(rng.choice([128, 192])), trial % 2 == 0
+        processors, count = int(rng.choice([7, 108, 132])), int(rng.integers(1, 300 if trial % 10 == 0 else 18))
+        sizes = rng.integers(0, rng.choice([40, 300, 3000]), count) * (rng.random(count) < 0.8)
+        more = rng.integers(0, 300, count) * (trial % 3 > 0)
+        requests = [*zip(sizes.tolist(), more.tolist(), strict=True)]
+        given, shape = arguments(requests), Shape(heads, tile, causal, processors)
+        most = int(given[0][-1]) // tile + count
+        lists = work_lists(*given, shape)
+        starts = [place * (most * heads + processors + 1) for place in range(8)]
+        room = torch.full((starts[-1] + most * heads,), -7, dtype=torch.int32, device="cuda")
+        rows, keys, lengths = (torch.from_numpy(each).cuda() for each in given)
+        write_lists(room, torch.tensor(starts, dtype=torch.int32).cuda(), rows, keys, lengths, most, shape)
+        wanted = np.full(len(room), -7)
+        for start, each in zip(starts, lists, strict=True):
+            wanted[start : start + len(each)] = each
+        assert np.array_equal(room.cpu().numpy(), wanted), (shape, requests)
+
+
 def test_a_wrapper_that_plans_in_another_way_is_told() -> None:
     for wrapper in (Wrapper(less), Wrapper(backwards, shared=True)):
-        planner = ListPlanner(wrapper, DeviceArrays([5, 5], CPU), 3, 128, causal=True, processors=7)
+        planner = ListPlanner(wrapper, DeviceArrays([5, 5, 4], CPU), 3, 128, causal=True, processors=7)
         with pytest.raises(RuntimeError, match="plans in another way"):
             plan(wrapper, planner, 0)
 

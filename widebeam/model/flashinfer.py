@@ -13,7 +13,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -143,15 +144,18 @@ class FlashInferBackend:
     def context_plan(self, requests: int, rows: int, splits: int, beside: bool) -> FlashInferContext:
         return FlashInferContext(self, requests, rows, splits, beside)
 
-    def planner(self, wrapper: Any, arrays: DeviceArrays, kernel: str, *, causal: bool) -> Planner | ListPlanner:
+    def planner(
+        self, wrapper: Any, arrays: DeviceArrays, kernel: str, *, causal: bool, beside: bool = False
+    ) -> Planner | ListPlanner:
         """What plans a wrapper for graphs again."""
         if kernel != "fa3":
-            return Planner(wrapper, arrays)
+            return Planner(wrapper, arrays, functools.partial(self.staged, wrapper, beside))
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         return ListPlanner(wrapper, arrays, self.heads[0], self.heads[2], causal=causal, processors=processors)
 
-    def stage(self, wrapper: Any, beside: bool = False) -> torch.cuda.Event:
-        """Give the wrapper a pinned buffer that no copy reads any more; record the event when the plan is queued."""
+    @contextmanager
+    def staged(self, wrapper: Any, beside: bool = False) -> Iterator[None]:
+        """Within it the wrapper has a pinned buffer that no copy reads any more, for a compiled planner to fill."""
         if len(self._stages) < STAGES:
             buffer = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)
             self._stages.append((buffer, torch.cuda.Event()))
@@ -161,7 +165,8 @@ class FlashInferBackend:
             event.synchronize()
         wrapper._pin_memory_int_workspace_buffer = buffer
         wrapper._int_workspace_buffer = self.int_workspace_beside if beside else self.int_workspace
-        return event
+        yield
+        event.record(self.stream)
 
 
 class FlashInferPrefill:
@@ -172,7 +177,7 @@ class FlashInferPrefill:
 
         self._backend, self._requests = backend, requests
         room = backend.room(backend.kernel, rows or 0, requests + 1)
-        arrays = DeviceArrays([requests + 2] * 2, backend.device)
+        arrays = DeviceArrays([requests + 2, requests + 2, requests + 1], backend.device)
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(
             room, "NHD", use_cuda_graph=rows is not None, qo_indptr_buf=arrays.views[0], kv_indptr_buf=arrays.views[1],
             backend=backend.kernel,
@@ -187,16 +192,15 @@ class FlashInferPrefill:
 
         def first() -> None:
             indptr = torch.from_numpy(begins)
-            self._wrapper.plan(
-                indptr, indptr, *backend.heads, causal=True, q_data_type=backend.dtype, kv_data_type=backend.dtype
-            )
+            with backend.staged(self._wrapper):
+                self._wrapper.plan(
+                    indptr, indptr, *backend.heads, causal=True, q_data_type=backend.dtype, kv_data_type=backend.dtype
+                )
 
-        event = backend.stage(self._wrapper)
         if self._planner is None:
             first()
         else:
-            self._planner.plan(first, begins, begins, sizes, (begins, begins))
-        event.record(backend.stream)
+            self._planner.plan(first, begins, begins, sizes)
 
     def run(self, q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         return self._wrapper.run(q_TQD, k_TKD, v_TKD, out=torch.empty_like(q_TQD), return_lse=True)
@@ -217,13 +221,14 @@ class FlashInferContext:
         self._beside = beside
         batch = splits * (requests + 1)
         room = backend.room(backend.context_kernel, splits * rows, batch)
-        arrays = DeviceArrays([batch + 1, batch + 1, batch, requests * backend.max_pages + batch], backend.device)
-        queries, keys, last, indices = arrays.views
+        sizes = [batch + 1, batch + 1, batch, batch, requests * backend.max_pages + batch]
+        arrays = DeviceArrays(sizes, backend.device)
+        queries, keys, _, last, indices = arrays.views
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
             room, "NHD", use_cuda_graph=True, qo_indptr_buf=queries, paged_kv_indptr_buf=keys,
             paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=last, backend=backend.context_kernel,
         )  # fmt: skip
-        self._planner = backend.planner(self._wrapper, arrays, backend.context_kernel, causal=False)
+        self._planner = backend.planner(self._wrapper, arrays, backend.context_kernel, causal=False, beside=beside)
 
     def plan(self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         backend = self._backend
@@ -235,15 +240,14 @@ class FlashInferContext:
 
         def first() -> None:
             arrays = torch.from_numpy(queries), torch.from_numpy(keys), torch.from_numpy(indices).to(backend.device)
-            self._wrapper.plan(
-                *arrays, torch.from_numpy(last_P), *backend.heads, backend.page_size, causal=False,
-                q_data_type=backend.dtype, kv_data_type=backend.kv_dtype,
-            )  # fmt: skip
+            with backend.staged(self._wrapper, self._beside):
+                self._wrapper.plan(
+                    *arrays, torch.from_numpy(last_P), *backend.heads, backend.page_size, causal=False,
+                    q_data_type=backend.dtype, kv_data_type=backend.kv_dtype,
+                )  # fmt: skip
 
-        event = backend.stage(self._wrapper, self._beside)
         tokens = np.maximum(counts - 1, 0) * backend.page_size + last_P
-        self._planner.plan(first, queries, keys, tokens, (queries, keys, last_P, indices))
-        event.record(backend.stream)
+        self._planner.plan(first, queries, keys, tokens, last_P, indices)
 
     def _parts(
         self, widths: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]

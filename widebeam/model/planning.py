@@ -8,6 +8,7 @@ it was given then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,28 +42,29 @@ class DeviceArrays:
 class Planner:
     """The planner of a wrapper whose arrays are `arrays`, for graphs: numbers of rows and of sequences never change."""
 
-    def __init__(self, wrapper: Any, arrays: DeviceArrays) -> None:
-        self._wrapper, self._arrays = wrapper, arrays
+    def __init__(self, wrapper: Any, arrays: DeviceArrays, staged: Callable[[], AbstractContextManager[None]]) -> None:
+        """`staged`: within it the wrapper has workspaces that the compiled planner may fill."""
+        self._wrapper, self._arrays, self._staged = wrapper, arrays, staged
         self._args: list[Any] | None = None
         """What the compiled planner is given: workspaces, the three arrays of `plan`, and then what stays."""
 
     def plan(
-        self, first: Callable[[], None], rows: np.ndarray, keys: np.ndarray, lengths: np.ndarray,
-        arrays: Sequence[np.ndarray],
-    ) -> None:  # fmt: skip
+        self, first: Callable[[], None], rows: np.ndarray, keys: np.ndarray, lengths: np.ndarray, *others: np.ndarray
+    ) -> None:
         """Plan. All are int32: `rows` and `keys` are where each sequence's queries and its keys (or pages) begin, and
-        where the last ends; `lengths` its numbers of keys; `arrays` what the device gets. `first` calls the wrapper's
-        own method with the same."""
+        where the last ends; `lengths` its numbers of keys; `others` what else the device gets. `first` calls the
+        wrapper's own method with the same."""
         if self._args is None:
             self._learn(first)
             return
-        self._arrays.send(arrays)
+        self._arrays.send((rows, keys, lengths, *others))
         wrapper, args = self._wrapper, self._args
-        args[1:6] = (
-            wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
-            *map(torch.from_numpy, (rows, keys, lengths)),
-        )  # fmt: skip
-        wrapper._plan_info = wrapper._cached_module.plan(*args)
+        with self._staged():
+            args[1:6] = (
+                wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
+                *map(torch.from_numpy, (rows, keys, lengths)),
+            )  # fmt: skip
+            wrapper._plan_info = wrapper._cached_module.plan(*args)
 
     def _learn(self, first: Callable[[], None]) -> None:
         """Plan by the wrapper's own method, and once more, now that the compiled planner is known, to see what it is
