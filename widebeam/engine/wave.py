@@ -131,8 +131,13 @@ class Wave:
         """The distinct ones of its searches."""
         self.beam_lease: RangeLease | None = None
         self.mask_lease: RangeLease | None = None
+        self._rows = [
+            [search.widths[level] if level < search.levels - 1 else 0 for search in searches]
+            for level in range(self.num_levels)
+        ]
+        self._decoded = [0, *(rung(sum(rows), max_rows) for rows in self._rows[:-1])]
         self.shapes = [self._shape(level) for level in range(self.num_levels)]
-        self.stride = max((0, *(self.decoded(level) for level in range(1, self.num_levels))))
+        self.stride = max(self._decoded)
 
     @property
     def beam_slots(self) -> int:
@@ -198,11 +203,11 @@ class Wave:
 
     def rows(self, level: int) -> list[int]:
         """Live rows of each request after `level`: those that go on to the next one."""
-        return [search.widths[level] if level < search.levels - 1 else 0 for search in self.searches]
+        return self._rows[level]
 
     def decoded(self, level: int) -> int:
         """Rows that the network runs on at a level >= 1, padded: those that can be live."""
-        return rung(sum(self.rows(level - 1)), self.max_rows)
+        return self._decoded[level]
 
     def splits(self, level: int) -> int:
         """Parts in which attention cuts each context at that level."""

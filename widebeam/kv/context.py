@@ -100,7 +100,9 @@ class PagePool:
         return self.cache.match(prefix)
 
     def _lease(self, num_tokens: int, prefix: Prefix | None, shared: list[CachedPage]) -> ContextLease:
-        fresh = [self._free.pop() for _ in range(self._count(num_tokens) - len(shared))]
+        kept = len(self._free) - (self._count(num_tokens) - len(shared))
+        fresh = self._free[kept:][::-1]
+        del self._free[kept:]
         lease = ContextLease([page.page for page in shared] + fresh, num_tokens)
         if self.cache is not None and prefix is not None:
             lease.num_cached, lease.prefix, lease.shared = len(shared) * self.page_size, prefix, shared
