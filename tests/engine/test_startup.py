@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,3 +118,22 @@ def test_want_of_memory_is_no_reason_for_another_backend(name: str, monkeypatch:
     flashinfer_is(raising(torch.OutOfMemoryError("CUDA out of memory")), monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         make(name, CUDA)
+
+
+SEARCH = """
+import asyncio, sys
+from widebeam import Engine, EngineConfig, SearchParams
+
+async def search(model):
+    async with Engine(EngineConfig(model=model, device="cpu", max_context_len=64)) as engine:
+        return await engine.submit([5, 6, 7], SearchParams(n=2, beam_width=4, max_new_tokens=2))
+
+assert len(asyncio.run(search(sys.argv[1])).sequences) == 2
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+
+
+def test_a_cpu_does_not_load_the_compiler(checkpoint: Path) -> None:
+    """From start to result: it takes longer to load than all the rest of torch."""
+    done = subprocess.run([sys.executable, "-c", SEARCH, str(checkpoint)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -11,11 +11,10 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from widebeam.engine.advance import advance
 from widebeam.engine.core import Core, Programs
@@ -24,6 +23,9 @@ from widebeam.engine.shapes import COMMON_TOKENS, REQUEST_RUNGS, token_rungs
 from widebeam.engine.state import PackedPrompts, fixed_of
 from widebeam.engine.step import Reuse, forward_rows, prompt_body, prompt_last
 from widebeam.model.layers import Stream
+
+if TYPE_CHECKING:
+    from torch._dynamo.callback import CallbackArgs
 
 EAGER = Programs(prompt_body, prompt_last, forward_rows, advance, pack)
 """The functions as they are: the CPU's, and what every compiled form must equal."""
@@ -159,6 +161,7 @@ def made_so_far(device: torch.device) -> Made:
 def captured_at_once() -> Iterator[None]:
     """Graph trees run what they capture once before, for each size, so that all its kernels are loaded. Within this
     they do not, until something is compiled: its kernels are chosen when they first run, which no capture allows."""
+    from torch._dynamo.callback import CallbackTrigger, callback_handler  # 2 s to load, which a CPU does without
 
     def rehearse(begun: CallbackArgs) -> None:
         if begun.callback_trigger == CallbackTrigger.DYNAMO:

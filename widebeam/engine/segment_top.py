@@ -11,11 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from widebeam.custom_ops import custom_op, register_cuda, register_fake
+
 MOST = 1 << 31
 """Limits above this count as this, so that the places of many segments without a limit fit in int64."""
 
 
-@torch.library.custom_op("widebeam::segment_top", mutates_args=())
+@custom_op("segment_top")
 def segment_top(score: Tensor, start: Tensor, limit: Tensor, size: int, by_position: bool) -> tuple[Tensor, Tensor]:
     """The best of each segment: (order [size] int64, an index into the candidates, real [size] bool).
 
@@ -50,19 +52,19 @@ def _rank(segment: Tensor) -> Tensor:
     return torch.arange(segment.shape[0], device=segment.device) - torch.searchsorted(segment, segment)
 
 
-@segment_top.register_fake
+@register_fake(segment_top)
 def _(score: Tensor, start: Tensor, limit: Tensor, size: int, by_position: bool) -> tuple[Tensor, Tensor]:
     return score.new_empty(size, dtype=torch.int64), score.new_empty(size, dtype=torch.bool)
 
 
-@segment_top.register_kernel("cuda")
+@register_cuda(segment_top)
 def _(score: Tensor, start: Tensor, limit: Tensor, size: int, by_position: bool) -> tuple[Tensor, Tensor]:
     from widebeam.engine import segment_top_triton
 
     return segment_top_triton.segment_top(score, start, limit, size, by_position)
 
 
-@torch.library.custom_op("widebeam::column_best", mutates_args=())
+@custom_op("column_best")
 def column_best(logits: Tensor, height: int) -> tuple[Tensor, Tensor]:
     """Contiguous float32 logits [R, V] -> (maximum of each column [R, N], log-sum-exp of each row [R]).
 
@@ -77,13 +79,13 @@ def column_best(logits: Tensor, height: int) -> tuple[Tensor, Tensor]:
     return torch.cat(best, 1), logits.logsumexp(1)
 
 
-@column_best.register_fake
+@register_fake(column_best)
 def _(logits: Tensor, height: int) -> tuple[Tensor, Tensor]:
     R, V = logits.shape
     return logits.new_empty(R, (V + height - 1) // height), logits.new_empty(R)
 
 
-@column_best.register_kernel("cuda")
+@register_cuda(column_best)
 def _(logits: Tensor, height: int) -> tuple[Tensor, Tensor]:
     from widebeam.engine import column_best_triton
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from widebeam.custom_ops import custom_op, register_fake
 from widebeam.model.config import ModelConfig
 from widebeam.registry import Registry
 
@@ -135,13 +136,13 @@ class Plans:
         return self._context[key]
 
 
-@torch.library.custom_op("widebeam::prefill_attention", mutates_args=())
+@custom_op("prefill_attention")
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, plan: int) -> tuple[Tensor, Tensor]:
     """q [T, Q, D], k and v [T, K, D] -> (out [T, Q, D], lse [T, Q] float32)."""
     return _plans[plan].run(q, k, v)
 
 
-@torch.library.custom_op("widebeam::context_attention", mutates_args=())
+@custom_op("context_attention")
 def context_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: int, k_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -156,5 +157,5 @@ def _fake(q: Tensor, _k: Tensor, _v: Tensor, _plan: int, _k_scale: float = 1.0) 
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-prefill_attention.register_fake(_fake)
-context_attention.register_fake(_fake)
+register_fake(prefill_attention)(_fake)
+register_fake(context_attention)(_fake)

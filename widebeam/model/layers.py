@@ -143,8 +143,11 @@ class Rotary(nn.Module):
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [D/2] and the factor on cos and sin, for each kind of RopeConfig."""
-    steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    """Inverse frequencies [D/2] and the factor on cos and sin, for each kind of RopeConfig.
+
+    On the CPU also where the meta device is the default: arithmetic on that loads torch's compiler, which takes 2 s.
+    """
+    steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     base = 1.0 / (config.theta**steps)
     if config.kind == "linear":
         return base / config.factor, 1.0
@@ -164,7 +167,7 @@ def _yarn(config: RopeConfig, head_dim: int, base: Tensor) -> tuple[Tensor, floa
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(head_dim // 2, device=base.device).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     inv_freq = base / config.factor * ramp + base * (1 - ramp)
     attention = config.attention_factor
     if attention is None:

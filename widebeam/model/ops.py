@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from widebeam.custom_ops import custom_op, register_cuda, register_fake
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST = 1e-12
@@ -66,64 +68,64 @@ def empty_rows(x: Tensor, size: int, quantize: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty((x.shape[0], size), dtype=FP8 if quantize else x.dtype), _no_scale(x, quantize)
 
 
-@torch.library.custom_op("widebeam::add_rms_norm", mutates_args=())
+@custom_op("add_rms_norm")
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """x and delta [T, H], weight [H] -> (x + delta [T, H], its norm [T, H], scale)."""
     total = x + delta
     return total, *maybe_quantize(_rms_norm(total, weight, eps), quantize)
 
 
-@add_rms_norm.register_fake
+@register_fake(add_rms_norm)
 def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), *empty_rows(x, x.shape[1], quantize)
 
 
-@torch.library.custom_op("widebeam::rms_norm", mutates_args=())
+@custom_op("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor]:
     """x [T, H], weight [H] -> (its norm [T, H], scale)."""
     return maybe_quantize(_rms_norm(x, weight, eps), quantize)
 
 
-@rms_norm.register_fake
+@register_fake(rms_norm)
 def _(x: Tensor, weight: Tensor, eps: float, quantize: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(x, x.shape[1], quantize)
 
 
-@torch.library.custom_op("widebeam::add_product", mutates_args=("total",))
+@custom_op("add_product", mutates_args=("total",))
 def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """total [T, N] += x [T, H] @ weight [N, H].T, rounded once: the sum costs the product next to nothing."""
     total.addmm_(x, weight.t())
 
 
-@add_product.register_fake
+@register_fake(add_product)
 def _(total: Tensor, x: Tensor, weight: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("widebeam::silu_mul", mutates_args=())
+@custom_op("silu_mul")
 def silu_mul(gate_up: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
     """gate_up [T, 2 I], the gate first -> (silu(gate) * up [T, I], scale)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return maybe_quantize(F.silu(gate) * up, quantize)
 
 
-@silu_mul.register_fake
+@register_fake(silu_mul)
 def _(gate_up: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(gate_up, gate_up.shape[1] // 2, quantize)
 
 
-@torch.library.custom_op("widebeam::quantize_rows", mutates_args=())
+@custom_op("quantize_rows")
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, H] -> (values [T, H] float8_e4m3fn, scale [T, 1])."""
     return maybe_quantize(x, quantize=True)
 
 
-@quantize_rows.register_fake
+@register_fake(quantize_rows)
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(x, x.shape[1], quantize=True)
 
 
-@torch.library.custom_op("widebeam::rotate_and_store", mutates_args=("k_pool", "v_pool"))
+@custom_op("rotate_and_store", mutates_args=("k_pool", "v_pool"))
 def rotate_and_store(
     qkv: Tensor,
     cos: Tensor,
@@ -159,7 +161,7 @@ def rotate_and_store(
     return rotate(q_TQD, cos, sin).repeat(query_rows // max(T, 1), 1, 1), k_TKD
 
 
-@rotate_and_store.register_fake
+@register_fake(rotate_and_store)
 def _(
     qkv: Tensor,
     cos: Tensor,
@@ -180,7 +182,7 @@ def _(
     return qkv.new_empty((query_rows, num_heads, D)), qkv.new_empty((T, num_kv_heads, D))
 
 
-@torch.library.custom_op("widebeam::merge_beams", mutates_args=())
+@custom_op("merge_beams")
 def merge_beams(
     q: Tensor,
     out: Tensor,
@@ -217,7 +219,7 @@ def merge_beams(
     return maybe_quantize(merged_RQD.to(q.dtype).view(R, Q * D), quantize)
 
 
-@merge_beams.register_fake
+@register_fake(merge_beams)
 def _(
     q: Tensor,
     out: Tensor,
@@ -245,9 +247,9 @@ def _triton(name: str) -> Callable[..., Any]:
     return launch
 
 
-add_rms_norm.register_kernel("cuda")(_triton("add_rms_norm"))
-rms_norm.register_kernel("cuda")(_triton("rms_norm"))
-silu_mul.register_kernel("cuda")(_triton("silu_mul"))
-quantize_rows.register_kernel("cuda")(_triton("quantize_rows"))
-rotate_and_store.register_kernel("cuda")(_triton("rotate_and_store"))
-merge_beams.register_kernel("cuda")(_triton("merge_beams"))
+register_cuda(add_rms_norm)(_triton("add_rms_norm"))
+register_cuda(rms_norm)(_triton("rms_norm"))
+register_cuda(silu_mul)(_triton("silu_mul"))
+register_cuda(quantize_rows)(_triton("quantize_rows"))
+register_cuda(rotate_and_store)(_triton("rotate_and_store"))
+register_cuda(merge_beams)(_triton("merge_beams"))

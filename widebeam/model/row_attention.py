@@ -14,11 +14,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from widebeam.custom_ops import custom_op, register_cuda, register_fake
 from widebeam.model.ops import empty_rows, maybe_quantize
 from widebeam.model.reference import attend_by_request
 
 
-@torch.library.custom_op("widebeam::row_attention", mutates_args=())
+@custom_op("row_attention")
 def row_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -48,7 +49,7 @@ def row_attention(
     return maybe_quantize((out_BQD if v_scale == 1 else out_BQD * v_scale).flatten(1), quantize)
 
 
-@row_attention.register_fake
+@register_fake(row_attention)
 def _(
     q: Tensor,
     k_pool: Tensor,
@@ -64,7 +65,7 @@ def _(
     return empty_rows(q, q.shape[1] * q.shape[2], quantize)
 
 
-@row_attention.register_kernel("cuda")
+@register_cuda(row_attention)
 def _(
     q: Tensor,
     k_pool: Tensor,
