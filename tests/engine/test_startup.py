@@ -1,4 +1,5 @@
-"""Which attention backend serves: what was asked for, or the fastest that runs here, and never one in silence."""
+"""What a start chooses and loads: the attention backend that was asked for, or the fastest that runs here, and never
+one in silence; and no compiler that nobody needs."""
 
 from __future__ import annotations
 

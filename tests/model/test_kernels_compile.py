@@ -84,3 +84,11 @@ def test_kernels_of_selection(capability: int, by_position: bool) -> None:
     start, limit = torch.tensor([0, 40, 100]), torch.tensor([5, 9])
     segment_top_triton.segment_top(torch.randn(100), start, limit, 14, by_position)
     column_best_triton.column_best(torch.randn(3, 1000), 128)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernel_of_work_lists(capability: int, causal: bool) -> None:
+    from widebeam.model import work_lists_triton
+
+    arrays = (torch.zeros(size, dtype=torch.int32) for size in (100, 8, 4, 4, 3))
+    work_lists_triton.write_lists(*arrays, most=9, heads=40, tile=128, causal=causal, processors=132)

@@ -68,23 +68,23 @@ class ListPlanner:
     ) -> None:
         self._wrapper, self._arrays = wrapper, arrays
         self._shape = Shape(heads, TILES.get(head_dim, 128), causal, processors)
-        self._begins: Tensor | None = None
-        """Where each list begins in the workspace, in elements."""
+        self._learned: tuple[Tensor, Tensor] | None = None
+        """The workspace as int32, and where each list begins in it."""
 
     def plan(
         self, first: Callable[[], None], rows: np.ndarray, keys: np.ndarray, lengths: np.ndarray, *others: np.ndarray
     ) -> None:
         """As `planning.Planner.plan`."""
-        if self._begins is None:
+        if self._learned is None:
             first()
             begins = self._learn(work_lists(rows, keys, lengths, self._shape))
-            self._begins = torch.tensor(begins, dtype=torch.int32, device=self._wrapper._int_workspace_buffer.device)
+            room = self._wrapper._int_workspace_buffer.view(torch.int32)
+            self._learned = room, torch.tensor(begins, dtype=torch.int32, device=room.device)
             return
         self._arrays.send((rows, keys, lengths, *others))
-        room = self._wrapper._int_workspace_buffer.view(torch.int32)
         most = int(rows[-1]) // self._shape.tile + len(lengths)
         rows_, keys_, lengths_, *_ = self._arrays.views
-        write_lists(room, self._begins, rows_, keys_, lengths_, most, self._shape)
+        write_lists(*self._learned, rows_, keys_, lengths_, most, self._shape)
 
     def _learn(self, lists: list[np.ndarray]) -> list[int]:
         """Where the wrapper's own method has put its lists. Raises RuntimeError unless they are of the same tiles."""

@@ -53,9 +53,9 @@ def _write(
         tl.store(room + tl.load(begins + 6) + places, _before(places, entries, PROCESSORS), places <= PROCESSORS)
 
     request = tl.sum((end_B <= mine).to(tl.int32), 0)
-    mine_is = request < B  # there may be fewer tiles than programs
-    start, end = tl.load(rows + request, mine_is, 0), tl.load(rows + request + 1, mine_is, 0)
-    size, length = end - start, tl.load(lengths + request, mine_is, 0)
+    is_tile = request < B  # there may be fewer tiles than programs
+    start, end = tl.load(rows + request, is_tile, 0), tl.load(rows + request + 1, is_tile, 0)
+    size, length = end - start, tl.load(lengths + request, is_tile, 0)
     number = mine - tl.sum(tl.where(b == request, end_B - tiles_B, 0), 0)
     seen = tl.minimum(length - size + (number + 1) * TILE, length) if CAUSAL else length
     more_B = _costlier(seen, size_B, length_B, TILE, CAUSAL)
@@ -72,10 +72,10 @@ def _write(
         first = (dealt % HEADS < head) | ((dealt % HEADS == head) & (dealt // HEADS < rank))
         entry += (first & (dealt < entries)).to(tl.int32)
 
-    there = (head < HEADS) & mine_is
+    there = (head < HEADS) & is_tile
     tl.store(room + tl.load(begins) + entry, number, there)
     tl.store(room + tl.load(begins + 1) + entry, start, there)
-    tl.store(room + tl.load(begins + 2) + entry, tl.load(keys + request, mine_is, 0), there)
+    tl.store(room + tl.load(begins + 2) + entry, tl.load(keys + request, is_tile, 0), there)
     tl.store(room + tl.load(begins + 3) + entry, size, there)
     tl.store(room + tl.load(begins + 4) + entry, length, there)
     tl.store(room + tl.load(begins + 5) + entry, head, there)
